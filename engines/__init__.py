@@ -1,0 +1,1 @@
+"""The contract between graph and runtime, and what builds engines from it."""

@@ -1,0 +1,7 @@
+"""`python -m eagle_chain.engines`: the same as the command `eagle-chain`."""
+
+import sys
+
+from eagle_chain.engines.cli import main
+
+sys.exit(main())

@@ -1,0 +1,263 @@
+"""The command `build`: the graphs of a bundle become TensorRT plans inside it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_chain.engines.compiler import Job, Request
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import FLAVOURS, RTX, TENSORRT, Flavour, load_flavour
+from eagle_chain.engines.gpu import device_info
+from eagle_chain.engines.graphs import baked_weights, bound_graph, load_graph
+from eagle_chain.engines.manifest import Manifest, Plan, file_hash
+from eagle_chain.engines.memory import Estimate, check_room, estimate
+from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.plans import Target, machine, source_hash
+from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.staging import locked, staged
+from eagle_chain.engines.worker import compile_all
+
+if TYPE_CHECKING:
+    import onnx
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kMG]B)?")
+_UNITS = {None: 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `eagle-chain build` takes."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="folder made by export")
+    parser.add_argument(
+        "--backend",
+        choices=FLAVOURS,
+        default=TENSORRT,
+        help="tensorrt builds for the GPU of this machine, tensorrt-rtx on any machine for named "
+        "compute capabilities (tensorrt)",
+    )
+    parser.add_argument(
+        "--compute-capability",
+        nargs="+",
+        default=[],
+        metavar="X.Y",
+        help="tensorrt-rtx only: what to build for, for example 8.6 8.9 12.0",
+    )
+    parser.add_argument(
+        "--device", type=int, default=0, help="tensorrt only: which GPU of this machine (0)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("bound", "baked"),
+        default="bound",
+        help="bound: inputs of the engines, which share them; the plans are a few MB. baked: part "
+        "of each plan (bound)",
+    )
+    parser.add_argument(
+        "--level",
+        type=int,
+        choices=range(6),
+        help="TensorRT's optimisation level, higher takes longer (TensorRT's own, 2 for 8.6)",
+    )
+    parser.add_argument(
+        "--workspace", type=_size, metavar="SIZE", help="most scratch memory, like 2GB (no limit)"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="build even if the plans are those of this request"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be built and what it takes, and stop"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Build what is not built yet, put it into the bundle, and say what came of it."""
+    folder: Path = arguments.bundle
+    flavour = load_flavour(arguments.backend)
+    manifest = Manifest.load(folder)
+    flavour.refuse(manifest.options)
+    if arguments.weights == "baked":
+        flavour.refuse_baked({weight.dtype for weight in manifest.weights.values()})
+    recipe = Recipe(_target(arguments, flavour), arguments.weights, _options(arguments))
+    report = {"target": asdict(recipe.target), "weights": recipe.weights, "built": False}
+    if not arguments.force and is_built(folder, manifest, recipe):
+        print(f"{folder}: the plans for {recipe.target} are up to date; --force builds them again")
+        return Outcome({**report, "plans": _listing(folder, manifest, recipe)})
+
+    engines = _engines(folder, manifest, recipe.weights)
+    needed = _needed(manifest, engines, recipe.weights)
+    for line in _announcement(manifest, recipe, needed):
+        print(line, flush=True)
+    check_room(folder, needed, recipe.weights, None if flavour.ahead_of_time else arguments.device)
+    report["memory"] = asdict(needed)
+    if arguments.dry_run:
+        print(f"would write {folder / recipe.target.folder}")
+        return Outcome({**report, "plans": []})
+    with locked(Path(os.path.realpath(folder))):
+        jobs = _build(folder, manifest, engines, recipe, arguments)
+    built = Manifest.load(folder)
+    plans = _listing(folder, built, recipe)
+    print(f"wrote    {folder / recipe.target.folder}")
+    return Outcome({**report, "built": True, "jobs": jobs, "plans": plans})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What plans are built for and how."""
+
+    target: Target
+    weights: str  # bound or baked
+    options: tuple[str, ...]  # of the builder, as typed
+
+    def file(self, engine: str) -> str:
+        """The plan of an engine, as the manifest names it."""
+        return f"{self.target.folder}/{engine}.plan"
+
+    def plan(self, manifest: Manifest, engine: str, sha256: str) -> Plan:
+        """The manifest's entry for a plan made by this recipe."""
+        target = self.target
+        return Plan(
+            sha256,
+            target.flavour,
+            target.version,
+            target.gpu,
+            " ".join(target.compute_capabilities),
+            source_hash(manifest, engine, self.weights),
+            self.weights,
+            self.options,
+        )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A graph to compile and the weights it uses."""
+
+    model: onnx.ModelProto
+    weights: list[TensorSpec]
+
+
+def is_built(folder: Path, manifest: Manifest, recipe: Recipe) -> bool:
+    """Whether every plan is there, unchanged, and made by this recipe."""
+    for engine in manifest.specs:
+        name = recipe.file(engine)
+        plan = manifest.plans.get(name)
+        if plan is None or plan != recipe.plan(manifest, engine, plan.sha256):
+            return False
+        if not (folder / name).is_file() or file_hash(folder / name) != plan.sha256:
+            return False
+    return True
+
+
+def _engines(folder: Path, manifest: Manifest, weights: str) -> dict[str, Engine]:
+    engines = {}
+    for name, spec in manifest.specs.items():
+        model = load_graph(folder, name)
+        if weights == "bound":
+            engines[name] = Engine(*bound_graph(model, spec, manifest.options.dtype))
+        else:
+            engines[name] = Engine(model, baked_weights(model, manifest))
+    return engines
+
+
+def _needed(manifest: Manifest, engines: dict[str, Engine], weights: str) -> Estimate:
+    used = {name: engine.weights for name, engine in engines.items()}
+    nodes = max(len(engine.model.graph.node) for engine in engines.values())
+    return estimate(manifest.specs, used, nodes, weights == "baked")
+
+
+def _announcement(manifest: Manifest, recipe: Recipe, needed: Estimate) -> list[str]:
+    return [
+        f"target   {recipe.target}",
+        f"engines  {', '.join(manifest.specs)}; weights {recipe.weights}",
+        f"memory   {human_bytes(needed.device)} on the GPU ({human_bytes(needed.weights)} weights, "
+        f"{human_bytes(needed.states)} states and outputs of a chain) and TensorRT's scratch; "
+        f"about {human_bytes(needed.build_host)} here to build",
+    ]
+
+
+def _build(
+    folder: Path,
+    manifest: Manifest,
+    engines: dict[str, Engine],
+    recipe: Recipe,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Compile everything beside the bundle's plans, then let it take their place at once."""
+    target = recipe.target
+    final = Path(os.path.realpath(folder), target.folder)
+    request = Request(
+        target.flavour,
+        (),
+        target.compute_capabilities,
+        arguments.device,
+        arguments.level,
+        arguments.workspace,
+        str(final.with_name(f"{final.name}.timing.cache")),
+    )
+    digests = {}
+    with staged(final, lambda there: None) as staging:
+        jobs = []
+        for name, engine in engines.items():
+            spec, graph = manifest.specs[name], folder / f"{name}.onnx"
+            inputs = spec.all_inputs
+            if recipe.weights == "bound":
+                graph = staging / f".{name}.onnx"
+                graph.write_bytes(engine.model.SerializeToString())
+                inputs += tuple(engine.weights)
+            plan = str(staging / f"{name}.plan")
+            path = str(Path(os.path.realpath(graph.parent), graph.name))
+            jobs.append(Job(name, path, plan, inputs, spec.all_outputs))
+        reports = compile_all(replace(request, jobs=tuple(jobs)), staging)
+        for job in jobs:
+            digests[job.name] = file_hash(Path(job.plan))
+            Path(staging / f".{job.name}.onnx").unlink(missing_ok=True)
+    plans = {n: p for n, p in manifest.plans.items() if not n.startswith(f"{target.folder}/")}
+    for name, digest in digests.items():
+        plans[recipe.file(name)] = recipe.plan(manifest, name, digest)
+    replace(manifest, plans=plans).save(folder)
+    return reports
+
+
+def _listing(folder: Path, manifest: Manifest, recipe: Recipe) -> list[dict[str, Any]]:
+    names = [recipe.file(engine) for engine in manifest.specs]
+    return [{"file": name, "bytes": (folder / name).stat().st_size} for name in names]
+
+
+def _target(arguments: argparse.Namespace, flavour: Flavour) -> Target:
+    wanted = tuple(dict.fromkeys(arguments.compute_capability))
+    if not flavour.ahead_of_time:
+        if wanted:
+            raise InputError(
+                f"--compute-capability is for --backend {RTX}; {flavour.name} builds for the GPU "
+                "of this machine"
+            )
+        return machine(flavour, device_info(arguments.device))
+    known = flavour.capabilities
+    if not wanted:
+        raise InputError(
+            f"--backend {RTX} needs --compute-capability, some of {', '.join(known)}: that of the "
+            "GPUs that will run the plans (8.6: RTX 30, 8.9: RTX 40, 12.0: RTX 50)"
+        )
+    unknown = [capability for capability in wanted if capability not in known]
+    if unknown:
+        raise InputError(
+            f"TensorRT-RTX {flavour.version} cannot build for compute capability "
+            f"{', '.join(unknown)}, only for {', '.join(known)}"
+        )
+    return Target(flavour.name, flavour.version, "", wanted)
+
+
+def _options(arguments: argparse.Namespace) -> tuple[str, ...]:
+    options = {"--level": arguments.level, "--workspace": arguments.workspace}
+    return tuple(f"{name} {value}" for name, value in options.items() if value is not None)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2]])

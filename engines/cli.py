@@ -1,0 +1,145 @@
+"""The command `eagle-chain`: picks a subcommand, and turns its outcome into an exit code.
+
+A subcommand is a module with `add_arguments(parser)` and `run(arguments) -> Outcome`. Modules are
+named here as text and imported when asked for: a command needs only its own libraries.
+Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.outcome import Outcome
+
+COMMANDS = {
+    "demo": ("eagle_chain.runtime.demo", "run the shipped pair on this machine"),
+    "export": ("eagle_chain.export.command", "make a bundle from a trunk and a draft checkpoint"),
+    "build": ("eagle_chain.engines.build", "compile a bundle's graphs to TensorRT plans"),
+    "generate": ("eagle_chain.runtime.generate", "continue a text with a bundle"),
+    "verify": ("eagle_chain.runtime.verify", "check a bundle's tokens against plain decoding"),
+    "inspect": ("eagle_chain.engines.inspection", "tell what a bundle holds and needs"),
+}
+EXTRAS = {  # optional library -> the extra that brings it
+    **dict.fromkeys(("onnx", "onnx_ir", "ml_dtypes"), "export"),
+    "onnxruntime": "cpu",
+    "torch": "parity",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose usage errors are `InputError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; `{self.prog} --help` lists what it takes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # text that the terminal cannot show is no error
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has gone: nothing to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(words: list[str]) -> int:
+    as_json = "--json" in words
+    try:
+        # With --json whatever a command prints goes to stderr, and stdout is the one object.
+        with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            outcome = dispatch(words)
+    except SystemExit:  # argparse has printed the help or the version
+        return 0
+    except InputError as error:
+        return _fail(str(error), 2, as_json)
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        return _fail(_install(library), 2, as_json)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130, as_json)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if as_json:
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    if as_json:
+        print(json.dumps(outcome.report, allow_nan=False))
+    return 0 if outcome.passed else 1
+
+
+def dispatch(words: list[str]) -> Outcome:
+    """Run a command and return its outcome; for the commands that need another one."""
+    if not words or words[0] not in COMMANDS:
+        return _top_level(words)
+    name = words[0]
+    module_name, summary = COMMANDS[name]
+    command = importlib.import_module(module_name)
+    parser = _Parser(
+        prog=f"eagle-chain {name}",
+        allow_abbrev=False,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on stdout and everything else on stderr",
+        default=argparse.SUPPRESS,
+    )
+    command.add_arguments(parser)
+    outcome: Outcome = command.run(parser.parse_args(words[1:]))
+    return outcome
+
+
+def _top_level(words: list[str]) -> Outcome:
+    """`--help`, `--version`, or a word that is no command."""
+    listing = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
+    parser = _Parser(
+        prog="eagle-chain",
+        usage="eagle-chain COMMAND ... | --help | --version",
+        description="EAGLE-3 speculative decoding: the exact greedy chain in fewer trunk passes.",
+        epilog=f"commands (each has --help and --json):\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.parse_args(words)
+    raise AssertionError("parse_args returns only for a command, which is dispatched before")
+
+
+def _version() -> str:
+    return f"eagle-chain {metadata.version('eagle-chain')}"
+
+
+def _install(library: str) -> str:
+    extra = EXTRAS[library]
+    return f"this needs the Python package {library}: pip install 'eagle-chain[{extra}]'"
+
+
+def _fail(message: str, code: int, as_json: bool) -> int:
+    print(f"eagle-chain: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": message}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

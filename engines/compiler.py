@@ -1,0 +1,339 @@
+"""ONNX graphs in, TensorRT plans out: a process of its own, which can be killed at any moment.
+
+`python -m eagle_chain.engines.compiler REQUEST FD` reads a `Request` as JSON and writes one JSON
+object a line to the file descriptor FD: progress, warnings, and what came of each job. TensorRT
+takes minutes inside one call, and ends the process when something in it goes wrong: neither is the
+business of the command that asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import Flavour, dtype_names, load_flavour, logger
+from eagle_chain.engines.gpu import cuda_runtime
+from eagle_chain.engines.spec import TensorSpec
+
+Send = Callable[[dict[str, Any]], None]
+IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs by name
+SECONDS_BETWEEN_MESSAGES = 0.1
+WEAK_LEVEL = 2  # of 8.6: higher levels take many times longer for plans that are no faster
+
+
+@dataclass(frozen=True)
+class Job:
+    """One graph to compile."""
+
+    name: str
+    graph: str  # path of the ONNX file; its weights are inputs, or files beside it
+    plan: str  # path to write
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile and how; the same for all jobs."""
+
+    flavour: str
+    jobs: tuple[Job, ...]
+    compute_capabilities: tuple[str, ...] = ()  # ahead of time only
+    device: int = 0  # otherwise: which GPU
+    level: int | None = None  # builder_optimization_level; None is the default
+    workspace: int | None = None  # bytes; None is all memory
+    timing_cache: str | None = None  # path; read if it is there, written after each job
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> Request:
+        """Inverse of `dumps`."""
+        data = json.loads(text)
+
+        def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+            return tuple(TensorSpec(r["name"], r["dtype"], tuple(r["shape"])) for r in rows)
+
+        jobs = (
+            Job(**{**job, "inputs": tensors(job["inputs"]), "outputs": tensors(job["outputs"])})
+            for job in data["jobs"]
+        )
+        capabilities = tuple(data["compute_capabilities"])
+        return Request(**{**data, "jobs": tuple(jobs), "compute_capabilities": capabilities})
+
+
+class Compiler:
+    """Compiles the jobs of one request, one after the other, with one builder."""
+
+    def __init__(self, request: Request, flavour: Flavour, send: Send) -> None:
+        self.request = request
+        self.flavour = flavour
+        self.send = send
+        self.log = logger(flavour.trt, lambda text: send({"log": text}))
+        self.builder = flavour.trt.Builder(self.log)
+        self._monitor: Any = None  # TensorRT only borrows it: it must outlive the build
+
+    def compile(self, job: Job) -> dict[str, Any]:
+        """Write one plan; returns what is worth telling about it."""
+        start = time.monotonic()
+        network, parser = self._network(job)
+        found = _network_io(self.flavour.trt, network)
+        check_io(job.name, job.inputs, job.outputs, found, "the parsed network")
+        config = self._config(job, network)
+        self.log.errors.clear()
+        serialized = self.builder.build_serialized_network(network, config)
+        if serialized is None:
+            raise InputError(f"{job.name}: TensorRT cannot build it: {self.log.last_errors()}")
+        plan = memoryview(serialized)
+        Path(job.plan).write_bytes(plan)
+        self._save_timing_cache(config)
+        report = {
+            "layers": network.num_layers,
+            "bytes": plan.nbytes,
+            "seconds": time.monotonic() - start,
+            "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+        del parser
+        if not self.flavour.ahead_of_time:
+            report |= self._read_back(job, plan)
+        return report
+
+    def _network(self, job: Job) -> tuple[Any, Any]:
+        """Parse the graph; the parser owns what the network refers to."""
+        trt, flavour = self.flavour.trt, self.flavour
+        kind = "STRONGLY_TYPED" if flavour.strongly_typed else "EXPLICIT_BATCH"
+        network = self.builder.create_network(
+            1 << int(getattr(trt.NetworkDefinitionCreationFlag, kind))
+        )
+        parser = trt.OnnxParser(network, self.log)
+        if not parser.parse_from_file(job.graph):
+            raise InputError(
+                f"{job.name}: TensorRT {flavour.version} cannot read the graph: "
+                + _parser_errors(job, parser)
+            )
+        linear = 1 << int(trt.TensorFormat.LINEAR)
+        for i in range(network.num_inputs):
+            network.get_input(i).allowed_formats = linear
+        for i in range(network.num_outputs):
+            network.get_output(i).allowed_formats = linear
+        return network, parser
+
+    def _config(self, job: Job, network: Any) -> Any:
+        trt, request, flavour = self.flavour.trt, self.request, self.flavour
+        config = self.builder.create_builder_config()
+        config.clear_flag(trt.BuilderFlag.TF32)  # the recurrence is fp32, and means it
+        level = request.level
+        if level is None and not flavour.strongly_typed:
+            level = WEAK_LEVEL
+        if level is not None:
+            config.builder_optimization_level = level
+        if request.workspace is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
+        if flavour.ahead_of_time:
+            config.num_compute_capabilities = len(request.compute_capabilities)
+            for i, capability in enumerate(request.compute_capabilities):
+                known = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
+                config.set_compute_capability(known, i)
+        else:
+            config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+            self._load_timing_cache(config)
+        if not flavour.strongly_typed:
+            self._weakly_typed(config, job, network)
+        if hasattr(trt, "IProgressMonitor"):
+            self._monitor = _monitor(trt, self.send)
+            config.progress_monitor = self._monitor
+        return config
+
+    def _weakly_typed(self, config: Any, job: Job, network: Any) -> None:
+        """Let 8.6 use fp16 exactly where the graph does."""
+        import onnx
+
+        from eagle_chain.engines.precision import float_dtypes, pin_precisions
+
+        trt = self.flavour.trt
+        sources = trt.TacticSource  # cuBLAS and cuDNN: 1.1 GB that would only be needed to build
+        config.set_tactic_sources(
+            1 << int(sources.EDGE_MASK_CONVOLUTIONS) | 1 << int(sources.JIT_CONVOLUTIONS)
+        )
+        dtypes = float_dtypes(onnx.load(job.graph, load_external_data=False))
+        if "fp16" in dtypes.values():
+            config.set_flag(trt.BuilderFlag.FP16)
+            config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+            pin_precisions(trt, network, dtypes)
+
+    def _load_timing_cache(self, config: Any) -> None:
+        path = self.request.timing_cache
+        stored = Path(path).read_bytes() if path and Path(path).is_file() else b""
+        self.log.errors.clear()
+        cache = config.create_timing_cache(stored)
+        if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+            self.send({"warning": f"{path}: not a timing cache of this TensorRT and GPU; ignored"})
+            config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+    def _save_timing_cache(self, config: Any) -> None:
+        """Keep what was measured, whatever becomes of the jobs still to come."""
+        path = self.request.timing_cache
+        cache = None if path is None or self.flavour.ahead_of_time else config.get_timing_cache()
+        if path is None or cache is None:
+            return
+        temporary = f"{path}.{os.getpid()}"
+        Path(temporary).write_bytes(memoryview(cache.serialize()))
+        os.replace(temporary, path)
+
+    def _read_back(self, job: Job, plan: memoryview) -> dict[str, Any]:
+        """Load the plan as a runtime would, check its I/O, and save the inspector's report."""
+        trt = self.flavour.trt
+        self.log.errors.clear()
+        engine = trt.Runtime(self.log).deserialize_cuda_engine(plan)
+        if engine is None:
+            raise InputError(f"{job.name}: the new plan does not load: {self.log.last_errors()}")
+        check_io(job.name, job.inputs, job.outputs, engine_io(trt, engine), "the plan")
+        inspector = engine.create_engine_inspector()
+        text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+        Path(job.plan).with_suffix(".layers.json").write_text(text, encoding="utf-8")
+        return {"scratch_bytes": scratch_bytes(engine), "plan_layers": engine.num_layers}
+
+
+def check_io(
+    engine: str,
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec],
+    found: IO,
+    what: str,
+) -> None:
+    """Compare names, dtypes and shapes with the spec; all differences in one `InputError`."""
+    faults = []
+    for kind, wanted, got in (("input", inputs, found[0]), ("output", outputs, found[1])):
+        names = {t.name: t for t in wanted}
+        faults += [f"lacks the {kind} {name}" for name in names.keys() - got.keys()]
+        faults += [f"has the {kind} {name} of its own" for name in got.keys() - names.keys()]
+        faults += [
+            f"{name} is {got[name].dtype} {list(got[name].shape)}, "
+            f"expected {names[name].dtype} {list(names[name].shape)}"
+            for name in names.keys() & got.keys()
+            if names[name] != got[name]
+        ]
+    if faults:
+        raise InputError(f"{engine}: {what} {'; '.join(sorted(faults))}")
+
+
+def engine_io(trt: Any, engine: Any) -> IO:
+    """Inputs and outputs of an engine by name; a format other than dense shows in the dtype."""
+    names = dtype_names(trt)
+    found: IO = ({}, {})
+    for name in (engine.get_tensor_name(i) for i in range(engine.num_io_tensors)):
+        dtype = names[engine.get_tensor_dtype(name)]
+        if engine.get_tensor_format(name) != trt.TensorFormat.LINEAR:
+            dtype += f" in the format {engine.get_tensor_format(name).name}"
+        shape = tuple(engine.get_tensor_shape(name))
+        side = engine.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT
+        found[side][name] = TensorSpec(name, dtype, shape)
+    return found
+
+
+def scratch_bytes(engine: Any) -> int:
+    """Device memory that an execution context needs while it runs."""
+    size = getattr(engine, "device_memory_size_v2", None)
+    return int(engine.device_memory_size if size is None else size)
+
+
+def _parser_errors(job: Job, parser: Any) -> str:
+    """The parser's errors with the nodes they are about."""
+    import onnx
+
+    nodes = onnx.load(job.graph, load_external_data=False).graph.node
+    texts = []
+    for error in (parser.get_error(i) for i in range(parser.num_errors)):
+        index = error.node()
+        where = f"{nodes[index].op_type} (node {index}): " if 0 <= index < len(nodes) else ""
+        texts.append(f"{where}{error.desc()}")
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _network_io(trt: Any, network: Any) -> IO:
+    names = dtype_names(trt)
+
+    def specs(count: int, get: Callable[[int], Any]) -> dict[str, TensorSpec]:
+        tensors = (get(i) for i in range(count))
+        return {t.name: TensorSpec(t.name, names[t.dtype], tuple(t.shape)) for t in tensors}
+
+    return (
+        specs(network.num_inputs, network.get_input),
+        specs(network.num_outputs, network.get_output),
+    )
+
+
+def _monitor(trt: Any, send: Send) -> Any:
+    """A progress monitor that reports phases; TensorRT calls it from several threads."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: dict[str, int] = {}
+            self.sent = 0.0
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            self.steps[phase] = steps
+            self.show(phase, 0)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            self.show(phase, step + 1)
+            return True
+
+        def phase_finish(self, phase: str) -> None:
+            pass
+
+        def show(self, phase: str, done: int) -> None:
+            if time.monotonic() - self.sent >= SECONDS_BETWEEN_MESSAGES:
+                self.sent = time.monotonic()
+                send({"phase": phase, "done": done, "total": self.steps[phase]})
+
+    return Monitor()
+
+
+def _die_with(parent: int) -> None:
+    """End this process when the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main(request_path: str, descriptor: str) -> int:
+    """Serve one request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    lock = threading.Lock()
+    with open(int(descriptor), "w", encoding="utf-8", buffering=1) as pipe:
+
+        def send(message: dict[str, Any]) -> None:
+            with lock:
+                pipe.write(json.dumps(message) + "\n")
+
+        try:
+            request = Request.loads(Path(request_path).read_text(encoding="utf-8"))
+            flavour = load_flavour(request.flavour)
+            if not flavour.ahead_of_time:
+                cuda_runtime().cudaSetDevice(request.device)
+            compiler = Compiler(request, flavour, send)
+            for job in request.jobs:
+                send({"report": compiler.compile(job)})
+        except InputError as error:
+            send({"error": str(error)})
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,549 @@
+"""Typed configs read from `config.json`: every key that changes the maths is read or refused.
+
+A key we do not implement is an error, a missing key is never guessed, and two places that disagree
+are both named. All problems of one file come in one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.fields import (
+    Place,
+    Reader,
+    is_ascending,
+    is_integer,
+    is_number,
+    raise_all,
+    show,
+)
+from eagle_chain.engines.fields import read_json as read_json
+
+TRUNK_TYPES = ("qwen3_5", "qwen3_5_text")
+DRAFT_TYPES = ("llama",)
+LAYER_KINDS = ("linear_attention", "full_attention")
+
+# The sizes of both models: field -> lowest and highest value that makes sense.
+SIZES = {
+    "vocab_size": (2, 1 << 24),
+    "hidden_size": (1, 1 << 17),
+    "intermediate_size": (1, 1 << 20),
+    "attention_heads": (1, 1 << 10),
+    "kv_heads": (1, 1 << 10),
+    "head_dim": (2, 1 << 12),
+    "linear_key_heads": (1, 1 << 10),
+    "linear_value_heads": (1, 1 << 10),
+    "linear_key_dim": (1, 1 << 12),
+    "linear_value_dim": (1, 1 << 12),
+    "conv_kernel": (2, 16),
+    "rotary_dim": (2, 1 << 12),
+    "max_positions": (1, (1 << 31) - 1),
+    "draft_vocab_size": (2, 1 << 24),
+    "trunk_hidden_size": (1, 1 << 17),
+}
+LAYERS = (1, 1 << 12)
+NORM_EPS = (1e-12, 0.1)
+ROPE_THETA = (1.0, 1e12)
+# How the fields are called in a config.json, where the name differs.
+KEYS = {
+    "attention_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_key_dim": "linear_key_head_dim",
+    "linear_value_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+    "max_positions": "max_position_embeddings",
+    "trunk_hidden_size": "target_hidden_size",
+}
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+NAME_AUX = "name the layers whose outputs the draft was trained on (option --aux-layers)"
+
+Config = TypeVar("Config", "TrunkConfig", "DraftConfig")
+
+
+@dataclass(frozen=True)
+class TrunkConfig:
+    """The text part of a Qwen3.5 checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]  # "linear_attention" or "full_attention", one per layer
+    attention_heads: int
+    kv_heads: int
+    head_dim: int  # explicit: never hidden_size / attention_heads
+    linear_key_heads: int
+    linear_value_heads: int
+    linear_key_dim: int  # per head
+    linear_value_dim: int  # per head
+    conv_kernel: int
+    norm_eps: float
+    rope_theta: float
+    rotary_dim: int  # leading dims of each head that rotate
+    tied_head: bool
+    max_positions: int
+    eos_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse values that no checkpoint can have, wherever they come from."""
+        problems = _problems(vars(self))
+        kinds = self.layer_types
+        if not isinstance(kinds, tuple) or not kinds or any(k not in LAYER_KINDS for k in kinds):
+            problems.append(f"layer_types: got {show(kinds)}, wanted {' and '.join(LAYER_KINDS)}")
+        limits = (0, SIZES["vocab_size"][1])
+        ids = self.eos_ids
+        if not isinstance(ids, tuple) or not all(is_integer(i, limits) for i in ids):
+            problems.append(f"eos_ids: got {show(self.eos_ids)}, wanted token ids")
+        if not isinstance(self.tied_head, bool):
+            problems.append(f"tied_head: got {show(self.tied_head)}, wanted true or false")
+        raise_all("trunk config", problems)
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the causal convolution: q, k and v of all heads."""
+        return (
+            2 * self.linear_key_heads * self.linear_key_dim
+            + self.linear_value_heads * self.linear_value_dim
+        )
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], where: str) -> TrunkConfig:
+        """Read a `config.json`, nested under `text_config` as published or flat as in fine-tunes.
+
+        Args:
+            data: The parsed file.
+            where: What to call it in errors.
+
+        Raises:
+            InputError: Something is missing, contradictory, out of range or not implemented.
+        """
+        read = Reader(where, data)
+        text = data.get("text_config")
+        if isinstance(text, Mapping):
+            read.places.insert(0, ("text_config.", text))
+        elif text is not None:
+            read.note("text_config", text, "an object", "restore the published file")
+        _check_model_type(read, TRUNK_TYPES)
+        read.finish()  # for another kind of model the rest of the list would be noise
+
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "attention_heads",
+            "kv_heads",
+            "head_dim",
+            "linear_key_heads",
+            "linear_value_heads",
+            "linear_key_dim",
+            "linear_value_dim",
+            "conv_kernel",
+            "max_positions",
+        ):
+            read.integer(field, KEYS.get(field, field), SIZES[field])
+        read.number("norm_eps", "rms_norm_eps", limits=NORM_EPS)
+        places = _rope_places(read)
+        read.number("rope_theta", "rope_theta", limits=ROPE_THETA, places=places)
+        _read_rotary_dim(read, places)
+        _read_layer_types(read)
+        _read_eos(read)
+        read.flag("tied_head", "tie_word_embeddings", default=False)
+
+        read.pin("hidden_act", "silu", "swish", because="only SiLU is implemented")
+        read.pin("output_gate_type", "swish", "silu", because="only SiLU is implemented")
+        read.pin("attn_output_gate", True, because="attention without a gate is not implemented")
+        read.pin("attention_bias", False, because="projections with a bias are not implemented")
+        read.pin("mlp_bias", False, because="projections with a bias are not implemented")
+        read.pin("use_sliding_window", False, because="sliding windows are not implemented")
+        read.pin("num_experts", 0, because="mixtures of experts are not implemented")
+        for key in ("quantization_config", "quantization"):  # transformers and MLX
+            read.pin(key, because="use the original, unquantised checkpoint")
+        read.problems += _problems(read.values, KEYS)
+        read.finish()
+        return TrunkConfig(**read.values)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, strings and lists, for a manifest."""
+        return _to_plain(self)
+
+    @staticmethod
+    def from_plain(data: Mapping[str, Any], where: str) -> TrunkConfig:
+        """Inverse of `to_plain`; refuses missing, unknown and bad values."""
+        return _from_plain(TrunkConfig, data, where)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """An EAGLE-3 draft: encoder fc, one Llama-style layer, a head over a reduced vocabulary."""
+
+    hidden_size: int
+    intermediate_size: int
+    attention_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rotary_dim: int
+    draft_vocab_size: int
+    vocab_size: int  # of the trunk, whose ids it reads and proposes
+    trunk_hidden_size: int
+    aux_layers: tuple[int, ...]  # trunk layers whose *outputs* are the features, ascending
+    aux_source: str = ""  # where aux_layers come from and how the ids were read, for people
+
+    def __post_init__(self) -> None:
+        """Refuse values that no checkpoint can have, wherever they come from."""
+        problems = _problems(vars(self))
+        layers = self.aux_layers
+        if not isinstance(layers, tuple) or not is_ascending(layers, (0, LAYERS[1] - 1)):
+            problems.append(f"aux_layers: got {show(self.aux_layers)}, wanted ascending layers")
+        if not isinstance(self.aux_source, str):
+            problems.append(f"aux_source: got {show(self.aux_source)}, wanted text")
+        raise_all("draft config", problems)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a feature: the outputs of all aux layers side by side."""
+        return len(self.aux_layers) * self.trunk_hidden_size
+
+    @staticmethod
+    def from_json(
+        data: Mapping[str, Any],
+        trunk: TrunkConfig,
+        where: str,
+        aux_layers: Iterable[int] | None = None,
+        rope_theta: float | None = None,
+        rotary_dim: int | None = None,
+    ) -> DraftConfig:
+        """Read the `config.json` of a draft made for `trunk`.
+
+        Args:
+            data: The parsed file.
+            trunk: The trunk whose features and embedding the draft reads.
+            where: What to call the file in errors.
+            aux_layers: Trunk layers whose outputs are the features, instead of the file's ids.
+            rope_theta: Rotary base, instead of the file's.
+            rotary_dim: Leading dims of each head that rotate, instead of the file's. Many drafts
+                were trained with full rotation while their config says 0.25.
+
+        Raises:
+            InputError: Something is missing, contradictory, out of range or not implemented.
+        """
+        read = Reader(where, data)
+        for key in ("speculators_config", "transformer_layer_config", "speculators_model_type"):
+            read.pin(key, because="the speculators format is not supported yet")
+        if not read.problems:
+            _check_model_type(read, DRAFT_TYPES)
+        eagle = data.get("eagle_config", {})
+        if eagle is not None and not isinstance(eagle, Mapping):
+            read.note("eagle_config", eagle, "an object", "restore the published file")
+        read.finish()  # for another kind of model the rest of the list would be noise
+        everywhere: list[Place] = [*read.places, ("eagle_config.", eagle or {})]
+
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "attention_heads"):
+            read.integer(field, KEYS.get(field, field), SIZES[field])
+        known = read.values
+        # What a Llama config may leave out, by Llama's own rules.
+        if read.present("head_dim") or not {"hidden_size", "attention_heads"} <= known.keys():
+            read.integer("head_dim", "head_dim", SIZES["head_dim"])
+        elif known["hidden_size"] % known["attention_heads"]:
+            read.note("head_dim", None, "the width of a head, as heads do not divide hidden_size")
+        else:
+            known["head_dim"] = known["hidden_size"] // known["attention_heads"]
+        for field, same in (
+            ("kv_heads", "attention_heads"),
+            ("draft_vocab_size", "vocab_size"),
+            ("trunk_hidden_size", "hidden_size"),
+        ):
+            if same in known or read.present(KEYS.get(field, field)):
+                read.integer(field, KEYS.get(field, field), SIZES[field], known.get(same))
+        read.number("norm_eps", "rms_norm_eps", limits=NORM_EPS)
+
+        places = _rope_places(read)
+        if rotary_dim is None:
+            _read_rotary_dim(read, places, default=1.0)
+        else:
+            known["rotary_dim"] = rotary_dim
+        if rope_theta is not None:
+            places = [("", {"rope_theta": rope_theta})]
+        read.number("rope_theta", "rope_theta", "rotary_emb_base", limits=ROPE_THETA, places=places)
+        _refuse_variants(read, everywhere)
+        _check_same_trunk(read, trunk)
+        _read_aux(read, everywhere, len(trunk.layer_types), aux_layers)
+        read.problems += _problems(read.values, KEYS)
+        read.finish()
+        return DraftConfig(**read.values)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, strings and lists, for a manifest."""
+        return _to_plain(self)
+
+    @staticmethod
+    def from_plain(data: Mapping[str, Any], where: str) -> DraftConfig:
+        """Inverse of `to_plain`; refuses missing, unknown and bad values."""
+        return _from_plain(DraftConfig, data, where)
+
+
+def _to_plain(config: TrunkConfig | DraftConfig) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items()}
+
+
+def _from_plain(kind: type[Config], data: Mapping[str, Any], where: str) -> Config:
+    names = {field.name for field in fields(kind)}
+    if data.keys() != names:
+        lacks, extra = sorted(names - data.keys()), sorted(data.keys() - names)
+        raise InputError(f"{where}: missing {lacks}, unknown {extra}; was it written by us?")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    try:
+        return kind(**values)
+    except (InputError, TypeError) as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _problems(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
+    """Values out of range and sizes that do not fit each other, among those that are there."""
+    read = Reader("", values)
+
+    def name(field: str) -> str:
+        return (names or {}).get(field, field)
+
+    good = {field for field, limits in SIZES.items() if is_integer(values.get(field), limits)}
+    for field in sorted(values.keys() & SIZES.keys() - good):
+        low, high = SIZES[field]
+        read.note(name(field), values[field], f"an integer from {low} to {high}")
+    for field, limits in (("norm_eps", NORM_EPS), ("rope_theta", ROPE_THETA)):
+        if field in values and not is_number(values[field], limits):
+            read.note(name(field), values[field], f"a number from {limits[0]:g} to {limits[1]:g}")
+
+    for whole, part in (
+        ("attention_heads", "kv_heads"),
+        ("linear_value_heads", "linear_key_heads"),
+    ):
+        if {whole, part} <= good and values[whole] % values[part]:
+            wanted = f"a multiple of {name(part)}, which is {values[part]}"
+            read.note(name(whole), values[whole], wanted)
+    if {"rotary_dim", "head_dim"} <= good:
+        rotary, dim = values["rotary_dim"], values["head_dim"]
+        if rotary % 2 or rotary > dim:
+            wanted = f"an even number from 2 to head_dim, which is {dim}"
+            read.note("rotary_dim", rotary, wanted, "check head_dim and partial_rotary_factor")
+    if {"draft_vocab_size", "vocab_size"} <= good:
+        small, whole_vocabulary = values["draft_vocab_size"], values["vocab_size"]
+        if small > whole_vocabulary:
+            wanted = f"at most vocab_size, which is {whole_vocabulary}"
+            read.note("draft_vocab_size", small, wanted)
+    return read.problems
+
+
+def _check_model_type(read: Reader, supported: tuple[str, ...]) -> None:
+    """Every model_type that stands in the file must be a supported one."""
+    wanted, action = " or ".join(supported), "only these model types are supported"
+    found = [(prefix, place.get("model_type")) for prefix, place in read.places]
+    if all(kind is None for _, kind in found):
+        read.note("model_type", None, wanted, action)
+    for prefix, kind in found:
+        if kind is not None and kind not in supported:
+            read.note(f"{prefix}model_type", kind, wanted, action)
+
+
+def _rope_places(read: Reader) -> list[Place]:
+    """Where rotary keys may stand: flat, in `rope_parameters` or in `rope_scaling`."""
+    inner: list[Place] = []
+    for prefix, place in read.places:
+        for key in ("rope_parameters", "rope_scaling"):
+            value = place.get(key)
+            if isinstance(value, Mapping):
+                inner.append((f"{prefix}{key}.", value))
+            elif value is not None:
+                read.note(f"{prefix}{key}", value, "an object or null")
+    for scaling in inner:
+        for key in ("rope_type", "type"):  # mrope is plain rotation when there is only text
+            why = "scaled rotary positions are not implemented"
+            read.pin(key, "default", "mrope", because=why, places=[scaling])
+    return [*read.places, *inner]
+
+
+def _read_rotary_dim(read: Reader, places: list[Place], default: float | None = None) -> None:
+    """The width of the rotation, from the partial factor of a head."""
+    keys = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+    wanted = "a number above 0 and at most 1"
+    if default is not None and not read.present(*keys, places=places):
+        found: tuple[str, Any] | None = (keys[0], default)
+    else:
+        found = read.require(*keys, wanted=wanted, places=places)
+    if found is not None and not is_number(found[1], (1e-6, 1.0)):
+        read.note(*found, wanted)
+    elif found is not None and "head_dim" in read.values:
+        read.values["rotary_dim"] = int(read.values["head_dim"] * found[1])
+
+
+def _read_layer_types(read: Reader) -> None:
+    """Layer kinds, listed or by the interval; both may be there if they agree."""
+    read.integer("layers", "num_hidden_layers", LAYERS)
+    read.integer("interval", "full_attention_interval", LAYERS, 0)
+    layers, interval = read.values.pop("layers", 0), read.values.pop("interval", 0)
+    by_rule = tuple(LAYER_KINDS[(i + 1) % interval == 0] for i in range(layers if interval else 0))
+    found = read.find("layer_types")
+    if found is None:
+        if by_rule:
+            read.values["layer_types"] = by_rule
+        elif not read.present("layer_types", "full_attention_interval"):
+            read.note("layer_types", None, "the kind of each layer, or full_attention_interval")
+        return
+    name, kinds = found
+    if not isinstance(kinds, list) or not all(kind in LAYER_KINDS for kind in kinds):
+        unknown = [k for k in kinds if k not in LAYER_KINDS] if isinstance(kinds, list) else kinds
+        wanted = f"a list of {' and '.join(LAYER_KINDS)}"
+        read.note(name, unknown, wanted, "other kinds of layer are not implemented")
+    elif layers and len(kinds) != layers:
+        wanted = f"{layers} kinds, as num_hidden_layers says"
+        read.note(name, f"{len(kinds)} kinds", wanted, "make them agree")
+    elif by_rule and tuple(kinds) != by_rule:
+        at = next(i for i in range(layers) if kinds[i] != by_rule[i])
+        wanted = f"{by_rule[at]}, as full_attention_interval {interval} says"
+        read.note(f"{name}[{at}]", kinds[at], wanted, "make them agree")
+    else:
+        read.values["layer_types"] = tuple(kinds)
+
+
+def _read_eos(read: Reader) -> None:
+    """End-of-sequence ids of both levels, without repeats; none at all is fine."""
+    ids: dict[int, None] = {}
+    limits = (0, read.values.get("vocab_size", SIZES["vocab_size"][1]) - 1)
+    for prefix, place in read.places:
+        value = place.get("eos_token_id")
+        several = value if isinstance(value, list) else [] if value is None else [value]
+        if all(is_integer(i, limits) for i in several):
+            ids |= dict.fromkeys(several)
+        else:
+            read.note(f"{prefix}eos_token_id", value, f"ids from 0 to {limits[1]}")
+    read.values["eos_ids"] = tuple(ids)
+
+
+def _refuse_variants(read: Reader, everywhere: list[Place]) -> None:
+    """Refuse each draft variant that we do not implement, wherever its flag stands."""
+    later = "is not supported yet"
+    for key, usual, what in (
+        ("norm_before_residual", False, "a residual taken after the norm"),
+        ("norm_before_fc", False, "a norm in front of fc"),
+        ("fc_norm", False, "a norm per feature chunk (EAGLE 3.1)"),
+        ("use_aux_norm", False, "a norm per feature chunk (EAGLE 3.1)"),
+        ("norm_output", False, "a recurrence taken after the last norm (EAGLE 3.1)"),
+        ("return_hidden_post_norm", False, "a recurrence taken after the last norm (EAGLE 3.1)"),
+        ("use_aux_hidden_state", True, "a draft without auxiliary features (EAGLE-1)"),
+        ("next_layer_regular", True, "a draft with irregular layers"),
+        ("eh_proj_before_attn", False, "a projection in front of attention"),
+        ("parallel_drafting", False, "parallel drafting"),
+        ("attention_bias", False, "a projection with a bias"),
+        ("mlp_bias", False, "a projection with a bias"),
+        ("bias", False, "a projection with a bias"),
+        ("use_sliding_window", False, "a sliding window"),
+    ):
+        read.pin(key, usual, because=f"{what} {later}", places=everywhere)
+    if read.require("num_hidden_layers", wanted="1"):
+        read.pin("num_hidden_layers", 1, because=f"a draft of several layers {later}")
+    read.pin("hidden_act", "silu", "swish", because="only SiLU is implemented")
+    read.pin("logit_scale", 1, 1.0, because=f"a scale on the logits {later}")
+    for key in ("quantization_config", "quantization"):  # transformers and MLX
+        read.pin(key, because="use the original, unquantised draft")
+    if read.values.get("draft_vocab_size", -1) == read.values.get("vocab_size"):
+        read.pin("tie_word_embeddings", False, because=f"a head tied to the embedding {later}")
+    names = read.places[0][1].get("architectures")
+    for name in names if isinstance(names, list) else []:
+        if "qwen" in str(name).lower():
+            why = f"a draft with norms on queries and keys {later}"
+            read.note("architectures", name, "a Llama-style EAGLE-3 draft", why)
+
+
+def _check_same_trunk(read: Reader, trunk: TrunkConfig) -> None:
+    """The draft reads the trunk's embedding and features, so their sizes must be the trunk's."""
+    other = "is this draft made for this trunk?"
+    vocabulary, hidden = read.values.get("vocab_size"), read.values.get("hidden_size")
+    width = read.values.get("trunk_hidden_size")
+    if vocabulary is not None and vocabulary != trunk.vocab_size:
+        read.note("vocab_size", vocabulary, f"{trunk.vocab_size}, as in the trunk", other)
+    if width is not None and width != trunk.hidden_size:
+        key = "target_hidden_size" if read.present("target_hidden_size") else "hidden_size"
+        read.note(key, width, f"{trunk.hidden_size}, as in the trunk", other)
+    elif width is not None and hidden is not None and hidden != width:
+        why = "a draft of another width than its trunk needs its own embedding: not supported yet"
+        read.note("hidden_size", hidden, f"{width}, as in the trunk", why)
+
+
+def _read_aux(
+    read: Reader, everywhere: list[Place], depth: int, given: Iterable[int] | None
+) -> None:
+    """Resolve the aux layer ids of a draft for a trunk of `depth` layers to layer outputs."""
+    found: tuple[list[int], str] | None
+    if given is None:
+        found = _stated_aux(read, everywhere, depth)
+    else:
+        ids = list(given)
+        found = (ids, f"{ids} given as layer outputs")
+        if not is_ascending(ids, (0, depth - 1)):
+            read.note("aux layers", ids, f"layers from 0 to {depth - 1}, strictly ascending")
+            return
+    if found is None:
+        return
+    count = read.find("num_aux_hidden_states", places=everywhere)
+    if count is not None and count[1] != len(found[0]):
+        read.note(*count, f"{len(found[0])}, the number of aux layers", NAME_AUX)
+    read.values["aux_layers"], read.values["aux_source"] = tuple(found[0]), found[1]
+
+
+def _stated_aux(read: Reader, everywhere: list[Place], depth: int) -> tuple[list[int], str] | None:
+    """Layer outputs and where they come from; without ids in the file, the usual ones."""
+    listed = [
+        (prefix + AUX_KEY, place[AUX_KEY])
+        for prefix, place in everywhere
+        if place.get(AUX_KEY) is not None
+    ]
+    if not listed:
+        for key in ("target_layer_ids", "layer_ids"):
+            read.pin(key, because=f"only {AUX_KEY} is read; {NAME_AUX}", places=everywhere)
+        if depth < 8:
+            read.note(AUX_KEY, None, "the layers that the features come from", NAME_AUX)
+            return None
+        ids = _usual_outputs(depth)
+        return ids, f"{ids}, the usual layer outputs for {depth} layers"
+    name, raw = listed[0]
+    if len(listed) > 1:
+        read.note(*listed[1], f"no ids beside {name}", NAME_AUX)
+        return None
+    if not isinstance(raw, list) or not is_ascending(raw, (0, depth)):
+        wanted = f"layer ids from 0 to {depth}, strictly ascending"
+        read.note(name, raw, wanted, "is this draft made for this trunk?")
+        return None
+    convention = "boundaries" if name == AUX_KEY else _convention(raw, depth)
+    if convention is None:
+        read.note(name, raw, "ids that are either layer outputs or boundaries", NAME_AUX)
+        return None
+    ids = [i - 1 for i in raw] if convention == "boundaries" else raw
+    if not is_ascending(ids, (0, depth - 1)):
+        wanted = f"layer outputs from 0 to {depth - 1}, or boundaries from 1 to {depth}"
+        read.note(name, raw, f"{wanted} (read as {convention})", NAME_AUX)
+        return None
+    return ids, f"{name} {raw} read as {convention}"
+
+
+def _usual_outputs(depth: int) -> list[int]:
+    """The layers that every trainer taps by default."""
+    return [1, depth // 2 - 1, depth - 4]
+
+
+def _convention(ids: list[int], depth: int) -> str | None:
+    """What ids under `eagle_config` are: "layer outputs", "boundaries", or None when unclear.
+
+    Boundary i is the input of layer i, so the output of layer i - 1. SpecForge and SGLang write
+    outputs, some others boundaries. The usual ids tell which; for others a guess would only show
+    as low acceptance. (At top level, where vLLM and speculators put them, they are boundaries.)
+    """
+    usual = _usual_outputs(depth)
+    outputs = ids[0] == 1 or ids == usual
+    boundaries = ids[0] == 2 or ids[-1] == depth or ids == [i + 1 for i in usual]
+    if outputs == boundaries:
+        return None
+    return "layer outputs" if outputs else "boundaries"

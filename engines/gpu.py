@@ -1,0 +1,51 @@
+"""The GPUs of this machine, asked through cuda-python: name, compute capability, memory."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_chain.engines.errors import InputError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU."""
+
+    index: int
+    name: str
+    compute_capability: str  # "8.9"
+    total_bytes: int
+
+
+def cuda_runtime() -> Any:
+    """The module `cuda.bindings.runtime`; importing it touches no device."""
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        raise InputError(
+            "a GPU needs the Python package cuda-python: pip install 'cuda-python>=12.6.1,<14' "
+            "(13 for CUDA 13, 12 for CUDA 12)"
+        ) from None
+
+
+def device_info(index: int = 0) -> Device:
+    """One GPU; an `InputError` says why there is none."""
+    lib = cuda_runtime()
+    code, count = lib.cudaGetDeviceCount()
+    if code != lib.cudaError_t.cudaSuccess:
+        raise InputError(f"no CUDA device: {error_text(lib, code)}")
+    if not 0 <= index < count:
+        raise InputError(f"no CUDA device {index}: this machine has {count}, counted from 0")
+    code, found = lib.cudaGetDeviceProperties(index)
+    if code != lib.cudaError_t.cudaSuccess:
+        raise InputError(f"CUDA device {index} does not answer: {error_text(lib, code)}")
+    name = bytes(found.name).split(b"\0")[0].decode()
+    return Device(index, name, f"{found.major}.{found.minor}", int(found.totalGlobalMem))
+
+
+def error_text(lib: Any, code: Any) -> str:
+    """CUDA's own words for an error."""
+    text = lib.cudaGetErrorString(code)[1]
+    return text.decode() if isinstance(text, bytes) else str(text)

@@ -1,0 +1,56 @@
+"""The graphs of a bundle as TensorRT gets them, and the weights they want."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_chain.engines.bound import bound_weights, with_bound_weights
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.spec import EngineSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+_DTYPES = {1: "fp32", 6: "int32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto's numbers
+
+
+def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
+    """One graph of a bundle, its weights left where they are."""
+    import onnx
+
+    model = onnx.load(str(folder / f"{engine}.onnx"), load_external_data=False)
+    for node in model.graph.node:
+        if node.domain not in ("", "ai.onnx"):
+            raise InputError(
+                f"{engine}.onnx: TensorRT has no operator {node.domain}.{node.op_type} "
+                f"(node {node.name!r}): export with --profile portable or standard"
+            )
+    return model
+
+
+def bound_graph(
+    model: onnx.ModelProto, spec: EngineSpec, dtype: str
+) -> tuple[onnx.ModelProto, list[TensorSpec]]:
+    """The graph with its weights as inputs, and what must be uploaded to them.
+
+    A weight enters in the dtype it is computed in, `dtype` or fp32, whatever the checkpoint stores.
+    """
+    bound = with_bound_weights(model, converted=dtype)
+    states = {t.name for t in spec.all_inputs}
+    weights = []
+    for value in bound.graph.input:
+        kind = value.type.tensor_type
+        dtype = _DTYPES.get(kind.elem_type, f"ONNX dtype {kind.elem_type}")
+        if value.name not in states:
+            shape = tuple(axis.dim_value for axis in kind.shape.dim)
+            weights.append(TensorSpec(value.name, dtype, shape))
+    return bound, weights
+
+
+def baked_weights(model: onnx.ModelProto, manifest: Manifest) -> list[TensorSpec]:
+    """The weights that become part of a plan, as if all were of the compute dtype."""
+    dtype = manifest.options.dtype
+    names = dict.fromkeys(bound_weights(model))
+    return [TensorSpec(name, dtype, manifest.weights[name].shape) for name in names]

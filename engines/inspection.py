@@ -1,0 +1,206 @@
+"""The command `inspect`: what a bundle or a checkpoint holds and what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
+from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.progress import human_bytes, progress
+from eagle_chain.engines.spec import ITEM_BYTES, EngineSpec, Options, StatePair, TensorSpec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `eagle-chain inspect` takes."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a bundle or a checkpoint")
+    parser.add_argument(
+        "--check", action="store_true", help="hash the weight files of a bundle from end to end"
+    )
+    parser.add_argument(
+        "--trunk", metavar="TRUNK", type=Path, help="trunk checkpoint, when FOLDER is a draft"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Describe the folder; with --check a changed weight file fails."""
+    folder: Path = arguments.folder
+    if not (folder / MANIFEST).exists() and (folder / "config.json").exists():
+        if arguments.check:
+            raise InputError(f"{folder}: is a checkpoint; --check needs a bundle, which has hashes")
+        checkpoints = importlib.import_module("eagle_chain.export.inspection")
+        report: dict[str, Any] = checkpoints.describe(folder, arguments.trunk)
+        return Outcome(report)
+    if arguments.trunk is not None:
+        raise InputError("--trunk is for a draft checkpoint; a bundle holds its trunk")
+    manifest = Manifest.load(folder)
+    report = bundle_report(folder, manifest)
+    print_bundle(manifest, report)
+    if not arguments.check:
+        return Outcome(report)
+    changed = changed_files(folder, manifest)
+    for name in changed:
+        print(f"changed  {name}: another SHA-256 than at export")
+    if not changed:
+        print(f"checked  {len(manifest.files)} weight files: unchanged since the export")
+    return Outcome({**report, "changed": changed}, passed=not changed)
+
+
+def pair_lines(
+    trunk: TrunkConfig, draft: DraftConfig | None, ignored: Mapping[str, int], options: Options
+) -> list[str]:
+    """What a pair is and what engines are made of it, a line each."""
+    lines = [f"trunk    {trunk_line(trunk)}"]
+    if draft is not None:
+        layers = ", ".join(map(str, draft.aux_layers))
+        source = f" ({draft.aux_source})" if draft.aux_source else ""
+        lines += [f"draft    {draft_line(draft)}", f"features outputs of layers {layers}{source}"]
+    return [
+        *lines,
+        f"ignored  {ignored_line(ignored)}",
+        f"engines  width {options.width}, capacity {options.capacity}, {options.dtype}, "
+        f"profile {options.profile}",
+    ]
+
+
+def trunk_line(trunk: TrunkConfig) -> str:
+    """A trunk in one line."""
+    kinds = Counter(trunk.layer_types)
+    return (
+        f"{len(trunk.layer_types)} layers ({kinds['linear_attention']} linear, "
+        f"{kinds['full_attention']} full attention), hidden {trunk.hidden_size}, "
+        f"vocabulary {trunk.vocab_size}, {'tied' if trunk.tied_head else 'own'} head"
+    )
+
+
+def draft_line(draft: DraftConfig) -> str:
+    """A draft in one line."""
+    return (
+        f"hidden {draft.hidden_size}, vocabulary {draft.draft_vocab_size} of {draft.vocab_size}, "
+        f"rotary {draft.rotary_dim} of {draft.head_dim} dims, base {draft.rope_theta:g}"
+    )
+
+
+def ignored_line(ignored: Mapping[str, int]) -> str:
+    """The tensors that are not used, in one line."""
+    counts = [f"{count} {kind}" for kind, count in sorted(ignored.items())]
+    return f"{', '.join(counts)} tensors" if counts else "no tensors"
+
+
+def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Everything `inspect --json` tells about a bundle."""
+    states = {pair.input: pair for spec in manifest.specs.values() for pair in spec.states}
+    options = manifest.options
+    weights_bytes = sum(weight.nbytes for weight in manifest.weights.values())
+    state_bytes = sum(_state_bytes(pair) for pair in states.values())
+    return {
+        "bundle": str(folder),
+        "width": options.width,
+        "capacity": options.capacity,
+        "dtype": options.dtype,
+        "profile": options.profile,
+        "debug": list(options.debug),
+        "trunk": manifest.trunk.to_plain(),
+        "draft": manifest.draft.to_plain() if manifest.draft else None,
+        "aux_layers": list(manifest.aux_layers),
+        "ignored": manifest.ignored,
+        "engines": {name: _engine(spec) for name, spec in manifest.specs.items()},
+        "states": [
+            {
+                "name": pair.input,
+                "dtype": pair.dtype,
+                "shape": list(pair.shape),
+                "buffers": 1 if pair.in_place else 2,
+                "bytes": _state_bytes(pair),
+            }
+            for pair in states.values()
+        ],
+        "tensors": len(manifest.weights),
+        "files": {name: file.size for name, file in manifest.files.items()},
+        "memory": {
+            "stored_weights": weights_bytes,
+            "weights": _computed_bytes(manifest),
+            "states": state_bytes,
+            "total": _computed_bytes(manifest) + state_bytes,
+        },
+        "made_with": manifest.made_with,
+        "plans": sorted(manifest.plans),
+    }
+
+
+def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
+    """The report for people."""
+    for line in pair_lines(manifest.trunk, manifest.draft, manifest.ignored, manifest.options):
+        print(line)
+    for name, spec in manifest.specs.items():
+        print(f"\n{name}.onnx")
+        for title, tensors in (("in", spec.inputs), ("out", spec.outputs)):
+            for tensor in tensors:
+                print(f"  {title:<5} {tensor.name:<28} {tensor.dtype:<6} {list(tensor.shape)}")
+        for (name, dtype, shape, kept), pairs in _alike(spec).items():
+            size = f"{len(pairs)} x {human_bytes(pairs[0].tensors[0].nbytes)}, {kept}"
+            print(f"  state {name:<28} {dtype:<6} {list(shape)} {size}")
+    memory = report["memory"]
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.made_with.items())
+    print(f"\nweights  {report['tensors']} tensors, {human_bytes(memory['stored_weights'])} stored")
+    for name, size in report["files"].items():
+        print(f"         {name} {human_bytes(size)}")
+    print(
+        f"memory   weights {human_bytes(memory['weights'])} as {manifest.options.dtype} "
+        f"+ states {human_bytes(memory['states'])} = {human_bytes(memory['total'])}"
+    )
+    print(f"plans    {', '.join(report['plans']) or 'none'}")
+    print(f"made by  {versions}")
+
+
+def _alike(spec: EngineSpec) -> dict[tuple[str, str, tuple[int, ...], str], list[StatePair]]:
+    """State pairs that differ only in the number of their layer, under one name with `*`."""
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[StatePair]] = {}
+    for pair in spec.states:
+        name = re.sub(r"\.\d+\.", ".*.", pair.input)
+        kept = "in place" if pair.in_place else "2 buffers each"
+        groups.setdefault((name, pair.dtype, pair.shape, kept), []).append(pair)
+    return groups
+
+
+def changed_files(folder: Path, manifest: Manifest) -> list[str]:
+    """The weight files whose SHA-256 is not the one of the export."""
+    total = sum(file.size for file in manifest.files.values())
+    with progress("hashing weights", total) as advance:
+        return [
+            name
+            for name, file in manifest.files.items()
+            if file_hash(folder / name, advance) != file.sha256
+        ]
+
+
+def _engine(spec: EngineSpec) -> dict[str, Any]:
+    def rows(tensors: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
+        return [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in tensors]
+
+    return {
+        "inputs": rows(spec.inputs),
+        "outputs": rows(spec.outputs),
+        "states": [pair.input for pair in spec.states],
+    }
+
+
+def _state_bytes(pair: StatePair) -> int:
+    return pair.tensors[0].nbytes * (1 if pair.in_place else 2)
+
+
+def _computed_bytes(manifest: Manifest) -> int:
+    """Size of the weights when all floating ones are raised or lowered to the bundle's dtype."""
+    item = ITEM_BYTES[manifest.options.dtype]
+    total = 0
+    for weight in manifest.weights.values():
+        floating = weight.dtype in ("BF16", "F16", "F32", "F64")
+        total += weight.nbytes // STORED_BYTES[weight.dtype] * item if floating else weight.nbytes
+    return total

@@ -1,0 +1,456 @@
+// The operators of domain `eagle_chain` as a custom-operator library of ONNX Runtime. Built with nvcc
+// they belong to the CUDA provider; built with a C++ compiler, to the CPU provider (tests).
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "ort_abi.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// An argument of a kernel call: address, element type, shape.
+struct Tensor {
+  void* data = nullptr;
+  int type = ort::UNDEFINED;
+  std::vector<int64_t> shape;
+  int64_t operator[](int axis) const { return shape[axis < 0 ? axis + int(shape.size()) : axis]; }
+  int64_t rows() const {  // product of all axes but the last
+    int64_t n = 1;
+    for (size_t i = 0; i + 1 < shape.size(); ++i) n *= shape[i];
+    return n;
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+struct Failure {
+  std::string text;
+};
+void require(bool holds, const char* text) {
+  if (!holds) throw Failure{text};
+}
+void done(const char* error) {
+  if (error != nullptr) throw Failure{error};
+}
+
+// Whether a kernel may start while the one before it drains; asked at each call, settled by a capture.
+bool dependent_launch() {
+  const char* text = std::getenv("EAGLE_CHAIN_DEPENDENT_LAUNCH");
+  return text == nullptr || text[0] != '0';
+}
+
+// One call of an operator: inputs, outputs on demand, attributes, stream.
+class Call {
+ public:
+  Call(const ort::Api* api, ort::Context* context) : api_(api), context_(context) {}
+  void check(ort::Status* status) const {
+    if (status == nullptr) return;
+    const char* text = ort::entry<2, const char* (*)(const ort::Status*)>(api_)(status);
+    Failure failure{text};
+    ort::release_status(api_, status);
+    throw failure;
+  }
+  Tensor input(size_t i) const {
+    size_t count = 0;
+    check(ort::input_count(api_, context_, &count));
+    const ort::Value* value = nullptr;
+    if (i < count) check(ort::input(api_, context_, i, &value));
+    Tensor tensor;
+    if (value == nullptr) return tensor;
+    ort::TypeAndShape* info = nullptr;
+    check(ort::type_and_shape(api_, value, &info));
+    size_t rank = 0;
+    check(ort::element_type(api_, info, &tensor.type));
+    check(ort::dimension_count(api_, info, &rank));
+    tensor.shape.resize(rank);
+    check(ort::dimensions(api_, info, tensor.shape.data(), rank));
+    ort::release_type_and_shape(api_, info);
+    check(ort::tensor_data(api_, const_cast<ort::Value*>(value), &tensor.data));
+    return tensor;
+  }
+  // Null where the graph does not ask for it.
+  void* output(size_t i, std::vector<int64_t> shape) const {
+    size_t count = 0;
+    check(ort::output_count(api_, context_, &count));
+    if (i >= count) return nullptr;
+    ort::Value* value = nullptr;
+    void* data = nullptr;
+    check(ort::output(api_, context_, i, shape.data(), shape.size(), &value));
+    if (value != nullptr) check(ort::tensor_data(api_, value, &data));
+    return data;
+  }
+  Stream stream() const {
+    void* stream = nullptr;
+#ifdef __CUDACC__
+    check(ort::stream(api_, context_, &stream));
+#endif
+    return static_cast<Stream>(stream);
+  }
+
+ private:
+  const ort::Api* api_;
+  ort::Context* context_;
+};
+
+struct Attributes {
+  float eps = 1e-6f;
+  int64_t centred = 0, heads = 0, gated = 0, kv_offset = 0;
+};
+
+template <class Work>
+void by_type(int type, Work work) {
+  if (type == ort::FLOAT) return work(float{});
+  if (type == ort::FLOAT16) return work(fp16{});
+  if (type == ort::BFLOAT16) return work(bf16{});
+  throw Failure{"activations are fp32, fp16 or bf16"};
+}
+
+// AddNorm(h, delta, weight) -> sum, x; Norm(h, weight) -> x.
+void run_norm(const Call& call, const Attributes& a, bool adds) {
+  const Tensor h = call.input(0), delta = adds ? call.input(1) : Tensor();
+  const Tensor weight = call.input(adds ? 2 : 1);
+  const int n = int(h[-1]);
+  void* sum = adds ? call.output(0, h.shape) : nullptr;
+  void* x = call.output(adds ? 1 : 0, h.shape);
+  int threads = (n + 127) / 128 * 32;  // four values a thread
+  threads = threads > NORM_THREADS ? NORM_THREADS : threads;
+  require(n <= threads * NORM_VALUES, "hidden size above 8192");
+  by_type(h.type, [&](auto t) {
+    using T = decltype(t);
+    done(launch(add_norm<T>, dim3(unsigned(h.rows())), threads, call.stream(), dependent_launch(),
+                h.as<T>(), delta.as<T>(), weight.as<const float>(), a.centred ? 1.0f : 0.0f, a.eps, n,
+                static_cast<T*>(sum), static_cast<T*>(x)));
+  });
+}
+
+template <class T, int TILES, bool GATED, int AHEAD>
+void launch_linear(const Call& call, const Tensor& x, const Segments& s, int units, int out, T* y) {
+  const int rows = int(x.rows()), depth = int(x[-1]);
+  if (rows <= 8) {
+    done(launch(linear<T, TILES, 1, GATED, AHEAD>, dim3(unsigned(units)), LINEAR_THREADS,
+                call.stream(), dependent_launch(), x.as<T>(), s, rows, depth, out, y));
+  } else {
+    done(launch(linear<T, TILES, 2, GATED, AHEAD>, dim3(unsigned(units)), LINEAR_THREADS,
+                call.stream(), dependent_launch(), x.as<T>(), s, rows, depth, out, y));
+  }
+}
+
+// Linear(x, w0[, w1, w2, w3]) -> [R, sum of rows]; GatedLinear(x, gate, up) -> silu(gate x) * up x.
+void run_linear(const Call& call, bool gated) {
+  const Tensor x = call.input(0);
+  Segments s = {};
+  int out = 0, narrow = 0, wide = 0;
+  for (int i = 0; i < MAX_SEGMENTS; ++i) {
+    const Tensor w = call.input(size_t(i) + 1);
+    if (w.data == nullptr) break;
+    require(w.type == x.type, "a weight's dtype is not that of the activations");
+    require(w[-1] == x[-1], "a weight does not have the width of x");
+    s.weight[i] = w.data;
+    s.rows[i] = int(w[0]);
+    s.count = i + 1;
+    out += s.rows[i];
+    narrow += (s.rows[i] + 15) / 16;
+    wide += (s.rows[i] + 31) / 32;
+  }
+  const int rows = int(x.rows());
+  require(rows <= MAX_ROWS, "too many rows for the fused kernels");
+  require(x[-1] % 8 == 0, "the width of a matrix is a multiple of 8");
+  if (gated) {
+    require(s.count == 2 && s.rows[0] == s.rows[1], "gate and up have the same shape");
+    out = s.rows[0];
+    narrow = (out + 15) / 16;
+  }
+  std::vector<int64_t> shape = x.shape;
+  shape.back() = out;
+  void* y = call.output(0, shape);
+  by_type(x.type, [&](auto t) {
+    using T = decltype(t);
+    T* to = static_cast<T*>(y);
+    if constexpr (sizeof(T) == 4) {
+      const unsigned blocks = unsigned((out + LINEAR_WARPS - 1) / LINEAR_WARPS);
+      done(launch(gated ? linear_fp32<true> : linear_fp32<false>, dim3(blocks), LINEAR_THREADS,
+                  call.stream(), dependent_launch(), x.as<T>(), s, rows, int(x[-1]), out, to));
+    } else if (gated) {
+      launch_linear<T, 2, true, 4>(call, x, s, narrow, out, to);
+    } else if (wide >= 300) {  // enough blocks for every multiprocessor, twice
+      launch_linear<T, 2, false, 4>(call, x, s, wide, out, to);
+    } else {
+      launch_linear<T, 1, false, 8>(call, x, s, narrow, out, to);
+    }
+  });
+}
+
+// GatedDelta(proj, window, S, log_key, log_delta, log_decay, kept, conv, A_log, dt_bias, norm)
+//   -> y, next S, log_key, log_delta, log_decay, window[, S after every row]
+void run_delta(const Call& call, const Attributes& a) {
+  const Tensor proj = call.input(0), window = call.input(1), S = call.input(2);
+  const Tensor log_key = call.input(3), log_delta = call.input(4), log_decay = call.input(5);
+  DeltaSizes n = {};
+  n.rows = int(proj.rows());
+  n.key_heads = int(log_key[1]);
+  n.value_heads = int(S[0]);
+  n.value_dim = int(S[2]);
+  n.stride = int(proj[-1]);
+  n.eps = a.eps;
+  const int key_dim = int(S[1]);
+  require(n.rows <= MAX_ROWS, "too many rows for the fused kernels");
+  require(n.value_dim <= MAX_DIM && n.value_dim % 8 == 0, "value dims above 128 or not of 8");
+  require(window[-1] == CONV - 1 + n.rows, "the convolution has four taps");
+  DeltaTensors t = {};
+  t.proj = proj.data;
+  t.window = window.data;
+  t.S = S.as<float>();
+  t.log_key = log_key.as<float>();
+  t.log_delta = log_delta.as<float>();
+  t.log_decay = log_decay.as<float>();
+  t.kept = call.input(6).as<int32_t>();
+  t.conv = call.input(7).as<const float>();
+  t.rate = call.input(8).as<const float>();
+  t.bias = call.input(9).as<const float>();
+  t.norm = call.input(10).as<const float>();
+  std::vector<int64_t> every = S.shape;
+  every.insert(every.begin(), n.rows);
+  t.y = call.output(0, {n.rows, int64_t(n.value_heads) * n.value_dim});
+  t.next_S = static_cast<float*>(call.output(1, S.shape));
+  t.next_key = static_cast<float*>(call.output(2, log_key.shape));
+  t.next_delta = static_cast<float*>(call.output(3, log_delta.shape));
+  t.next_decay = static_cast<float*>(call.output(4, log_decay.shape));
+  t.next_window = call.output(5, window.shape);
+  t.every_S = static_cast<float*>(call.output(6, every));
+  const int threads = (n.value_dim * PARTS + 31) / 32 * 32;
+  const dim3 grid{unsigned(n.value_heads)};
+  by_type(proj.type, [&](auto type) {
+    using T = decltype(type);
+    auto start = [&](auto kernel) {
+      done(launch(kernel, grid, threads, call.stream(), dependent_launch(), t, n));
+    };
+    if (key_dim == 128) return start(gated_delta<T, 32>);
+    if (key_dim == 64) return start(gated_delta<T, 16>);
+    if (key_dim == 32) return start(gated_delta<T, 8>);
+    if (key_dim == 16) return start(gated_delta<T, 4>);
+    throw Failure{"key dims of linear layers are 16, 32, 64 or 128"};
+  });
+}
+
+// Attend(query, kv, key, value, position, query_position, cos, sin[, q_norm, k_norm])
+//   -> y, next key, next value, and three scratch tensors
+void run_attend(const Call& call, const Attributes& a) {
+  const Tensor query = call.input(0), kv = call.input(1), key = call.input(2), value = call.input(3);
+  const Tensor cos = call.input(6);
+  AttendSizes n = {};
+  n.rows = int(kv.rows());
+  n.query_rows = int(query.rows());
+  n.heads = int(a.heads);
+  n.kv_heads = int(key[1]);
+  n.slots = int(key[2]);
+  n.dim = int(key[3]);
+  n.rotary = int(cos[-1]) * 2;
+  n.gated = a.gated != 0;
+  n.query_stride = int(query[-1]);
+  n.head_stride = n.gated ? 2 * n.dim : n.dim;
+  n.kv_stride = int(kv[-1]);
+  n.key_offset = int(a.kv_offset);
+  n.value_offset = n.key_offset + n.kv_heads * n.dim;
+  n.eps = a.eps;
+  n.offset = a.centred ? 1.0f : 0.0f;
+  const int most = 160;  // stretches to merge
+  n.stretch = ((n.slots + most - 1) / most + TILE - 1) / TILE * TILE;
+  n.stretches = (n.slots + n.stretch - 1) / n.stretch;
+  require(n.dim <= MAX_HEAD && n.dim % 8 == 0, "head dims above 256 or not of 8");
+  AttendTensors t = {};
+  t.query = query.data;
+  t.kv = kv.data;
+  t.position = call.input(4).as<int32_t>();
+  t.query_position = call.input(5).as<int32_t>();
+  t.cos = cos.as<float>();
+  t.sin = call.input(7).as<float>();
+  t.query_norm = call.input(8).as<const float>();
+  t.key_norm = call.input(9).as<const float>();
+  const int64_t pairs = int64_t(n.query_rows) * n.heads;
+  t.y = call.output(0, {n.query_rows, int64_t(n.heads) * n.dim});
+  t.key = call.output(1, key.shape);
+  t.value = call.output(2, value.shape);
+  t.best = static_cast<float*>(call.output(3, {pairs, n.stretches}));
+  t.total = static_cast<float*>(call.output(4, {pairs, n.stretches}));
+  t.mixed = static_cast<float*>(call.output(5, {pairs, n.stretches, n.dim}));
+  const int queries = n.query_rows * (n.heads / n.kv_heads);
+  const size_t bytes = size_t(key.rows()) * n.dim * (key.type == ort::FLOAT ? 4 : 2);
+  const Stream stream = call.stream();
+  if (t.key != key.data) done(copy_bytes(t.key, key.data, bytes, stream));  // not bound in place
+  if (t.value != value.data) done(copy_bytes(t.value, value.data, bytes, stream));
+  const dim3 grid(unsigned(n.stretches), unsigned(n.kv_heads));
+  by_type(query.type, [&](auto type) {
+    using T = decltype(type);
+    auto start = [&](auto kernel) {
+      done(launch(kernel, grid, ATTEND_THREADS, stream, dependent_launch(), t, n));
+    };
+    if (queries <= 8) start(attend<T, 8>);
+    else if (queries <= 24) start(attend<T, 24>);
+    else if (queries <= 36) start(attend<T, 36>);
+    else throw Failure{"more than 36 query rows for one key head"};
+    done(launch(merge_stretches<T>, dim3(unsigned(n.heads), unsigned(n.query_rows)),
+                (n.dim + 31) / 32 * 32, stream, dependent_launch(), t, n));
+  });
+}
+
+// Greedy(logits) -> ids, scratch, scratch
+// Verify(logits, ids, position, rows) -> next_ids, accepted, pending, next_kept, next_position,
+//   scratch, scratch
+void run_pick(const Call& call, bool verifies) {
+  const Tensor logits = call.input(0);
+  const int rows = int(logits.rows());
+  require(rows <= MAX_ROWS, "too many rows for the fused kernels");
+  Verdict v = {};
+  v.next_ids = static_cast<int32_t*>(call.output(0, {rows}));
+  if (verifies) {
+    v.ids = call.input(1).as<int32_t>();
+    v.position = call.input(2).as<int32_t>();
+    v.rows = call.input(3).as<int32_t>();
+    v.accepted = static_cast<int32_t*>(call.output(1, {1}));
+    v.pending = static_cast<int32_t*>(call.output(2, {1}));
+    v.next_kept = static_cast<int32_t*>(call.output(3, {1}));
+    v.next_position = static_cast<int32_t*>(call.output(4, {1}));
+  }
+  const size_t scratch = verifies ? 5 : 1;
+  float* best = static_cast<float*>(call.output(scratch, {rows, PICK_BLOCKS}));
+  int32_t* ids = static_cast<int32_t*>(call.output(scratch + 1, {rows, PICK_BLOCKS}));
+  by_type(logits.type, [&](auto type) {
+    using T = decltype(type);
+    done(launch(pick_stretch<T>, dim3(PICK_BLOCKS, unsigned(rows)), PICK_THREADS, call.stream(),
+                dependent_launch(), logits.as<T>(), int(logits[-1]), best, ids));
+  });
+  done(launch(pick, dim3(1), rows * 32, call.stream(), dependent_launch(), best, ids, v, rows));
+}
+
+enum Kind { NORM, ADD_NORM, LINEAR, GATED_LINEAR, DELTA, ATTEND, GREEDY, VERIFY };
+
+struct Operator : ort::CustomOp {
+  Kind kind;
+  const char* title;
+  size_t takes, least;  // `least` of the inputs are required
+  std::vector<int> types;      // of the inputs, then of the outputs
+};
+struct Kernel {
+  const ort::Api* api;
+  Kind kind;
+  Attributes attributes;
+};
+
+const Operator& as_operator(const ort::CustomOp* op) { return *static_cast<const Operator*>(op); }
+
+ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::Info* info, void** to) {
+  auto* kernel = new Kernel{api, as_operator(op).kind, {}};
+  auto read = [&](const char* name, int64_t* value) {  // absent: the default stays
+    ort::Status* status = ort::attribute_int(api, info, name, value);
+    if (status != nullptr) ort::release_status(api, status);
+  };
+  Attributes& a = kernel->attributes;
+  ort::Status* status = ort::attribute_float(api, info, "epsilon", &a.eps);
+  if (status != nullptr) ort::release_status(api, status);
+  read("centred", &a.centred);
+  read("heads", &a.heads);
+  read("gated", &a.gated);
+  read("kv_offset", &a.kv_offset);
+  *to = kernel;
+  return nullptr;
+}
+
+ort::Status* compute(void* self, ort::Context* context) {
+  const Kernel& kernel = *static_cast<Kernel*>(self);
+  try {
+    const Call call(kernel.api, context);
+    switch (kernel.kind) {
+      case NORM: run_norm(call, kernel.attributes, false); break;
+      case ADD_NORM: run_norm(call, kernel.attributes, true); break;
+      case LINEAR: run_linear(call, false); break;
+      case GATED_LINEAR: run_linear(call, true); break;
+      case DELTA: run_delta(call, kernel.attributes); break;
+      case ATTEND: run_attend(call, kernel.attributes); break;
+      case GREEDY: run_pick(call, false); break;
+      case VERIFY: run_pick(call, true); break;
+    }
+    return nullptr;
+  } catch (const Failure& failure) {
+    return ort::create_status(kernel.api, ort::FAIL, failure.text.c_str());
+  }
+}
+
+Operator* make(Kind kind, const char* title, size_t least, std::vector<int> inputs,
+               std::vector<int> outputs) {
+  auto* op = new Operator;
+  op->kind = kind;
+  op->title = title;
+  op->takes = inputs.size();
+  op->least = least;
+  op->types = inputs;
+  op->types.insert(op->types.end(), outputs.begin(), outputs.end());
+  op->name = [](const ort::CustomOp* o) { return as_operator(o).title; };
+#ifdef __CUDACC__
+  op->provider = [](const ort::CustomOp*) { return "CUDAExecutionProvider"; };
+#else
+  op->provider = [](const ort::CustomOp*) -> const char* { return nullptr; };
+#endif
+  op->input_type = [](const ort::CustomOp* o, size_t i) { return as_operator(o).types[i]; };
+  op->inputs = [](const ort::CustomOp* o) { return as_operator(o).takes; };
+  op->output_type = [](const ort::CustomOp* o, size_t i) {
+    return as_operator(o).types[as_operator(o).takes + i];
+  };
+  op->outputs = [](const ort::CustomOp* o) {
+    return as_operator(o).types.size() - as_operator(o).takes;
+  };
+  op->destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op->input_presence = [](const ort::CustomOp* o, size_t i) {
+    return int(i < as_operator(o).least ? ort::REQUIRED : ort::OPTIONAL);
+  };
+  op->output_presence = [](const ort::CustomOp*, size_t i) {
+    return int(i == 0 ? ort::REQUIRED : ort::OPTIONAL);
+  };
+  op->input_memory = [](const ort::CustomOp*, size_t) { return 0; };
+  op->variadic_input_least = [](const ort::CustomOp*) { return 1; };
+  op->variadic_input_homogeneous = [](const ort::CustomOp*) { return 0; };
+  op->variadic_output_least = [](const ort::CustomOp*) { return 1; };
+  op->variadic_output_homogeneous = [](const ort::CustomOp*) { return 0; };
+  op->create_checked = create;
+  op->compute = compute;
+  // The graph states the type and shape of every result.
+  op->infer = [](const ort::CustomOp*, void*) -> ort::Status* { return nullptr; };
+  op->start_version = [](const ort::CustomOp*) { return 1; };
+  op->end_version = [](const ort::CustomOp*) { return 2147483647; };
+  return op;
+}
+
+}  // namespace
+
+EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  const ort::Api* api = base->get(ort::VERSION);
+  static const std::vector<Operator*> operators = [] {
+    constexpr int F = ort::FLOAT, I = ort::INT32;
+    std::vector<Operator*> made;
+    for (const int T : {ort::FLOAT, ort::FLOAT16, ort::BFLOAT16}) {
+      made.push_back(make(NORM, "Norm", 2, {T, F}, {T}));
+      made.push_back(make(ADD_NORM, "AddNorm", 3, {T, T, F}, {T, T}));
+      made.push_back(make(LINEAR, "Linear", 2, {T, T, T, T, T}, {T}));
+      made.push_back(make(GATED_LINEAR, "GatedLinear", 3, {T, T, T}, {T}));
+      made.push_back(make(DELTA, "GatedDelta", 11, {T, T, F, F, F, F, I, F, F, F, F},
+                          {T, F, F, F, F, T, F}));
+      made.push_back(make(ATTEND, "Attend", 8, {T, T, T, T, I, I, F, F, F, F}, {T, T, T, F, F, F}));
+      made.push_back(make(GREEDY, "Greedy", 1, {T}, {I, F, I}));
+      made.push_back(make(VERIFY, "Verify", 4, {T, I, I, I}, {I, I, I, I, I, F, I}));
+    }
+    return made;
+  }();
+  // Domains and operators live as long as the process: sessions keep pointers to them.
+  static ort::Domain* domain = nullptr;
+  if (domain == nullptr) {
+    if (ort::Status* status = ort::create_domain(api, "eagle_chain", &domain)) return status;
+    for (const Operator* op : operators) {
+      if (ort::Status* status = ort::add_op(api, domain, static_cast<const ort::CustomOp*>(op))) return status;
+    }
+  }
+  return ort::add_domain(api, options, domain);
+}

@@ -1,0 +1,363 @@
+"""The bundle's manifest: everything a runtime knows about a model, and the hashes it trusts.
+
+`manifest.json` is plain JSON of the dataclasses below. Reading is strict and total: whatever is
+wrong with the file, or with the files it names, becomes one `InputError` that ends with the command
+that makes the bundle again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.fields import parse_json
+from eagle_chain.engines.spec import (
+    DTYPES,
+    EngineSpec,
+    Options,
+    draft_spec,
+    encoder_spec,
+    trunk_spec,
+)
+from eagle_chain.engines.strict_json import decode, dumps, encode, listed, shown
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PROFILES = ("portable", "standard")
+DEBUG_OUTPUTS = ("logits", "S_rows")
+STORED_BYTES = {  # dtypes of safetensors
+    **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
+    **{"I32": 4, "F32": 4, "I64": 8, "F64": 8},
+}
+
+_EDGE = 64 * 1024  # bytes of each end of the data that go into `WeightFile.sample`
+_BLOCK = 4 * 1024 * 1024
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One safetensors file of the bundle."""
+
+    size: int
+    sha256: str  # of the whole file; taken at export, checked by `inspect --check`
+    sample: str  # of the header and both ends of the data; checked at every load
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where one tensor lies."""
+
+    file: str  # a key of `Manifest.files`
+    offset: int  # bytes from the start of the file
+    dtype: str  # as safetensors names it: BF16, F32, I64, ...
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the dense tensor in bytes."""
+        return STORED_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compiled engine and the only machine it may be loaded on."""
+
+    sha256: str
+    flavour: str  # tensorrt or tensorrt-rtx
+    version: str
+    gpu: str  # its name; empty if any GPU of the compute capability will do
+    compute_capability: str  # "9.0", or several: "8.6 8.9"
+    source: str  # SHA-256 of what it was built from: the graph, and the weights if they are baked
+    weights: str  # "bound" (inputs, uploaded by the runtime) or "baked" (part of the plan)
+    options: tuple[str, ...]  # of the builder, as typed
+
+
+def engine_specs(
+    trunk: TrunkConfig, draft: DraftConfig | None, options: Options
+) -> dict[str, EngineSpec]:
+    """The specs of all engines of a bundle, by name."""
+    if draft is None:
+        return {"trunk": trunk_spec(trunk, (), options)}
+    return {
+        "trunk": trunk_spec(trunk, draft.aux_layers, options),
+        "encoder": encoder_spec(draft, options),
+        "draft": draft_spec(draft, options.width, options),
+        "draft_step": draft_spec(draft, 1, options),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a bundle holds; the order of the fields is the order in the file."""
+
+    format: int = FORMAT
+    options: Options
+    trunk: TrunkConfig
+    draft: DraftConfig | None
+    specs: dict[str, EngineSpec]
+    graphs: dict[str, str]  # file -> sha256
+    files: dict[str, WeightFile]  # weights/trunk/model.safetensors -> ...
+    weights: dict[str, Weight]  # checkpoint name, draft tensors with `draft.` before it
+    ignored: dict[str, int]  # tensors of the checkpoints that are not used: kind -> count
+    made_with: dict[str, str]  # library -> version
+    arguments: tuple[str, ...]  # of the export command, after the folders
+    plans: dict[str, Plan] = field(default_factory=dict)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Trunk layers whose outputs are the features, counted from 0."""
+        return self.draft.aux_layers if self.draft else ()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `manifest.json`; same manifest, same bytes; a kill leaves the old file."""
+        path = Path(folder, MANIFEST)
+        temporary = path.with_name(f"{MANIFEST}.{os.getpid()}")
+        try:
+            with open(temporary, "w", encoding="utf-8") as stream:
+                stream.write(dumps(encode(self)))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> Manifest:
+        """Read and check the manifest and every file it names; `InputError` if anything is off."""
+        folder = Path(folder)
+        manifest = _parse(folder)
+        command = manifest.export_command(folder)
+        for name, digest in manifest.graphs.items():
+            _check_graph(folder / name, digest, command)
+        for name, file in manifest.files.items():
+            _check_weight_file(folder, name, file, command)
+        return manifest
+
+    def export_command(self, folder: str | os.PathLike[str]) -> str:
+        """The command that makes this bundle again."""
+        words = [*_sources(Path(folder)), "-o", str(folder), *self.arguments]
+        return f"eagle-chain export {shlex.join(words)}"
+
+
+def file_hash(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
+    """SHA-256 of a file; `progress` gets the bytes of each block."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
+
+
+def sample_hash(path: Path) -> str:
+    """SHA-256 of a safetensors header and of the first and last 64 KiB of the data after it."""
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
+        length = stream.read(8)
+        data = min(8 + int.from_bytes(length, "little"), size)
+        digest = hashlib.sha256(length)
+        digest.update(stream.read(max(data - 8, 0)))
+        digest.update(stream.read(_EDGE))
+        stream.seek(max(data, size - _EDGE))
+        digest.update(stream.read(_EDGE))
+    return digest.hexdigest()
+
+
+def weight_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> WeightFile:
+    """Describe one file of a checkpoint."""
+    return WeightFile(path.stat().st_size, file_hash(path, progress), sample_hash(path))
+
+
+def check_options(options: Options) -> None:
+    """Refuse options that no graph can be made for."""
+    if options.width < 2:
+        raise InputError(f"width is {options.width}, expected 2 or more: 1 token and the drafts")
+    if options.capacity < options.width:
+        raise InputError(
+            f"capacity is {options.capacity}, expected at least the width, {options.width}"
+        )
+    if options.dtype not in DTYPES:
+        raise InputError(f"dtype is {options.dtype!r}, expected one of {', '.join(DTYPES)}")
+    if options.profile not in PROFILES:
+        raise InputError(f"profile is {options.profile!r}, expected one of {', '.join(PROFILES)}")
+    unknown = sorted(set(options.debug) - set(DEBUG_OUTPUTS))
+    if unknown or len(set(options.debug)) != len(options.debug):
+        raise InputError(
+            f"debug is {', '.join(options.debug)}, expected some of {', '.join(DEBUG_OUTPUTS)}"
+        )
+
+
+def _sources(folder: Path) -> tuple[str, str]:
+    """The checkpoint folders as far as the bundle's links still tell them."""
+    links = folder / "weights" / "trunk", folder / "weights" / "draft"
+    trunk, draft = (str(link.resolve()) if link.is_symlink() else None for link in links)
+    return trunk or "TRUNK", draft or "DRAFT"
+
+
+def _parse(folder: Path) -> Manifest:
+    """Read `manifest.json` and check everything that needs no other file."""
+    path = folder / MANIFEST
+    command = shlex.join([*_sources(folder), "-o", str(folder)])
+    again = f"export it again: eagle-chain export {command}"
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}: no such folder, expected a bundle; "
+            f"make one: eagle-chain export TRUNK DRAFT -o {shlex.quote(str(folder))}"
+        )
+    if not path.is_file():
+        raise InputError(f"{folder}: has no {MANIFEST}, so it is not a bundle; {again}")
+    try:
+        data = parse_json(path.read_bytes().decode("utf-8"))
+        return _checked(data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}; {again}") from None
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error}); {again}") from None
+
+
+def _checked(data: Any) -> Manifest:
+    """The manifest that plain JSON data stands for."""
+    if not isinstance(data, dict):
+        raise InputError(f"holds {shown(data)}, expected an object")
+    version = data.get("format")
+    if type(version) is not int or version != FORMAT:
+        raise InputError(f"format is {shown(version)}, this version of eagle-chain reads {FORMAT}")
+    manifest = decode(Manifest, data)
+    check_options(manifest.options)
+    _check_configs(manifest.trunk, manifest.draft)
+    _check_names(manifest)
+    wanted = engine_specs(manifest.trunk, manifest.draft, manifest.options)
+    if manifest.specs.keys() != wanted.keys():
+        raise InputError(
+            f"specs has {listed(manifest.specs)}, expected {listed(wanted)} for these configs"
+        )
+    for name, spec in wanted.items():
+        _check_spec(f"specs.{name}", manifest.specs[name], spec)
+    if manifest.graphs.keys() != {f"{name}.onnx" for name in wanted}:
+        files = [f"{name}.onnx" for name in wanted]
+        raise InputError(f"graphs has {listed(manifest.graphs)}, expected {listed(files)}")
+    return manifest
+
+
+def _check_configs(trunk: TrunkConfig, draft: DraftConfig | None) -> None:
+    """Sizes make sense, and the draft is one for this trunk."""
+    TrunkConfig.from_plain(trunk.to_plain(), "trunk")
+    if draft is None:
+        return
+    DraftConfig.from_plain(draft.to_plain(), "draft")
+    for name, got, wanted in (
+        ("vocab_size", draft.vocab_size, trunk.vocab_size),
+        ("trunk_hidden_size", draft.trunk_hidden_size, trunk.hidden_size),
+    ):
+        if got != wanted:
+            raise InputError(f"draft.{name} is {got}, expected {wanted} as in the trunk")
+    depth = len(trunk.layer_types)
+    if draft.aux_layers[-1] >= depth:
+        raise InputError(f"draft.aux_layers has {draft.aux_layers[-1]}, the trunk has {depth}")
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Paths stay inside the bundle, hashes look like hashes, weights lie inside their files."""
+    hashes = [(f"graphs[{name!r}]", digest) for name, digest in manifest.graphs.items()]
+    for name, file in manifest.files.items():
+        hashes += [
+            (f"files[{name!r}].sha256", file.sha256),
+            (f"files[{name!r}].sample", file.sample),
+        ]
+        if file.size < 8:
+            raise InputError(f"files[{name!r}].size is {file.size}, expected 8 bytes or more")
+    hashes += [(f"plans[{name!r}].sha256", plan.sha256) for name, plan in manifest.plans.items()]
+    for where, digest in hashes:
+        if not _HASH.fullmatch(digest):
+            raise InputError(f"{where} is {shown(digest)}, expected 64 hexadecimal digits")
+    for name in [*manifest.graphs, *manifest.files, *manifest.plans]:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name:
+            raise InputError(f"path {name!r} is not a plain path inside the bundle")
+        if "\0" in name or not path.parts:
+            raise InputError(f"path {name!r} is not a file name")
+    for name, weight in manifest.weights.items():
+        where = f"weights[{name!r}]"
+        if weight.file not in manifest.files:
+            raise InputError(f"{where}.file is {weight.file!r}, which files does not list")
+        if weight.dtype not in STORED_BYTES:
+            raise InputError(
+                f"{where}.dtype is {weight.dtype!r}, expected one of {listed(STORED_BYTES)}"
+            )
+        if weight.offset < 8 or any(extent < 1 for extent in weight.shape):
+            raise InputError(
+                f"{where} has offset {weight.offset} and shape {list(weight.shape)}, "
+                "expected an offset of 8 or more and extents of 1 or more"
+            )
+        size = manifest.files[weight.file].size
+        if weight.offset + weight.nbytes > size:
+            raise InputError(
+                f"{where} ends at byte {weight.offset + weight.nbytes}, {weight.file} has {size}"
+            )
+    for kind, count in manifest.ignored.items():
+        if count < 0:
+            raise InputError(f"ignored[{kind!r}] is {count}, expected 0 or more")
+
+
+def _check_spec(where: str, got: EngineSpec, wanted: EngineSpec) -> None:
+    """Name the first thing in which a stored spec differs from the one its configs give."""
+    for part in ("name", "inputs", "outputs", "states"):
+        stored, derived = getattr(got, part), getattr(wanted, part)
+        if stored == derived:
+            continue
+        if part == "name":
+            raise InputError(f"{where}.name is {stored!r}, expected {derived!r}")
+        if len(stored) != len(derived):
+            raise InputError(f"{where}.{part} has {len(stored)} entries, expected {len(derived)}")
+        i = next(i for i, item in enumerate(stored) if item != derived[i])
+        raise InputError(f"{where}.{part}[{i}] is {stored[i]}, the configs give {derived[i]}")
+
+
+def _check_graph(path: Path, digest: str, command: str) -> None:
+    """The graph is the one that was exported."""
+    try:
+        found = file_hash(path)
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); export it again: {command}"
+        ) from None
+    if found != digest:
+        raise InputError(
+            f"{path}: was changed since the export (SHA-256 {found[:12]}, "
+            f"the manifest has {digest[:12]}); export it again: {command}"
+        )
+
+
+def _check_weight_file(folder: Path, name: str, file: WeightFile, command: str) -> None:
+    """The weight file is there, of its size, with the header and edges it had at export."""
+    path = folder / name
+    link = folder.joinpath(*PurePosixPath(name).parts[:2])
+    aim = f" (link to {os.readlink(link)})" if link.is_symlink() else ""
+    mend = f"restore the file, or export again: {command}"
+    if aim:
+        mend = f"point {link} at the checkpoint folder, or export again: {command}"
+    try:
+        size = path.stat().st_size
+        sample = sample_hash(path) if size == file.size else ""
+    except OSError as error:
+        raise InputError(f"{path}{aim}: cannot be read ({error.strerror}); {mend}") from None
+    if size != file.size:
+        raise InputError(
+            f"{path}{aim}: has {size} bytes, {file.size} at export "
+            f"({'incomplete download?' if size < file.size else 'another file?'}); {mend}"
+        )
+    if sample != file.sample:
+        raise InputError(
+            f"{path}{aim}: is not the file that was exported (SHA-256 of header and edges "
+            f"{sample[:12]}, the manifest has {file.sample[:12]}); {mend}"
+        )

@@ -1,0 +1,14 @@
+"""What a command hands back to the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The report is the object that `--json` prints; `passed` is False when a check failed."""
+
+    report: dict[str, Any]
+    passed: bool = True

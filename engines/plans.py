@@ -1,0 +1,126 @@
+"""Which plan of a bundle serves which machine, and whether it is still the one that was built."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import RTX, Flavour
+from eagle_chain.engines.gpu import Device
+from eagle_chain.engines.manifest import Manifest, Plan, file_hash
+
+PLANS = "plans"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan is built for; a TensorRT plan is tied to all of it."""
+
+    flavour: str
+    version: str
+    gpu: str  # empty: any GPU of these compute capabilities
+    compute_capabilities: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Where its plans lie in a bundle."""
+        place = self.gpu or "sm" + "-sm".join(c.replace(".", "") for c in self.compute_capabilities)
+        return f"{PLANS}/{self.flavour}-{self.version}-{re.sub(r'[^A-Za-z0-9.]+', '-', place)}"
+
+    def runs(self, plan: Plan) -> bool:
+        """Whether a machine of this kind can load the plan."""
+        return (
+            (plan.flavour, plan.version) == (self.flavour, self.version)
+            and (not plan.gpu or plan.gpu == self.gpu)
+            and set(self.compute_capabilities) <= set(plan.compute_capability.split())
+        )
+
+    def __str__(self) -> str:
+        """TensorRT 8.6.0 on NVIDIA L4 (compute capability 8.9)."""
+        return described(self.flavour, self.version, self.gpu, " ".join(self.compute_capabilities))
+
+
+def machine(flavour: Flavour, device: Device) -> Target:
+    """What plans must have been built for to run here."""
+    return Target(flavour.name, flavour.version, device.name, (device.compute_capability,))
+
+
+def described(flavour: str, version: str, gpu: str, capability: str) -> str:
+    """A target in words."""
+    title = "TensorRT-RTX" if flavour == RTX else "TensorRT"
+    place = (
+        f"{gpu} (compute capability {capability})" if gpu else f"compute capability {capability}"
+    )
+    return f"{title} {version} on {place}"
+
+
+def source_hash(manifest: Manifest, engine: str, weights: str) -> str:
+    """SHA-256 of what a plan depends on besides the machine and the builder's options."""
+    parts = [manifest.graphs[f"{engine}.onnx"]]
+    if weights == "baked":
+        parts += [f"{name} {file.sha256}" for name, file in sorted(manifest.files.items())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def build_command(folder: Path, target: Target) -> str:
+    """The command that builds plans for a target."""
+    words = [str(folder), "--backend", target.flavour]
+    if target.flavour == RTX:
+        words += ["--compute-capability", *target.compute_capabilities]
+    return f"eagle-chain build {shlex.join(words)}"
+
+
+def find_plans(folder: Path, manifest: Manifest, target: Target) -> dict[str, tuple[Path, Plan]]:
+    """The plan of every engine for this machine.
+
+    Raises:
+        InputError: There is none, or it was built for another machine or from another graph.
+    """
+    found: dict[str, tuple[Path, Plan]] = {}
+    command = build_command(folder, target)
+    for engine in manifest.specs:
+        plans = {
+            name: plan
+            for name, plan in manifest.plans.items()
+            if Path(name).stem == engine and plan.flavour == target.flavour
+        }
+        fitting = [name for name, plan in plans.items() if target.runs(plan)]
+        if not fitting:
+            others = sorted({_described(plan) for plan in plans.values()})
+            what = f"was built with {', '.join(others)}" if others else "has not been built"
+            raise InputError(
+                f"{folder}: the {engine} plan {what}, this process has {target}; "
+                f"build it: {command}"
+            )
+        name = fitting[-1]
+        plan = plans[name]
+        if plan.source != source_hash(manifest, engine, plan.weights):
+            raise InputError(
+                f"{folder / name}: was built from another graph than {engine}.onnx; "
+                f"build it again: {command}"
+            )
+        found[engine] = (folder / name, plan)
+    return found
+
+
+def check_plan(path: Path, plan: Plan, command: str) -> None:
+    """The file is the one that was built; an `InputError` otherwise, before TensorRT sees it."""
+    try:
+        digest = file_hash(path)
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}); build it again: {command}"
+        ) from None
+    if digest != plan.sha256:
+        raise InputError(
+            f"{path}: is not the plan that was built ({path.stat().st_size} bytes, SHA-256 "
+            f"{digest[:12]}, the manifest has {plan.sha256[:12]}); build it again: {command}"
+        )
+
+
+def _described(plan: Plan) -> str:
+    return described(plan.flavour, plan.version, plan.gpu, plan.compute_capability)

@@ -1,0 +1,1 @@
+"""Checkpoint folders in, ONNX graphs out."""

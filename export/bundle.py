@@ -1,0 +1,222 @@
+"""Writes a bundle: the graphs, links to the weights or copies of them, tokenizer and manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import onnx
+
+from eagle_chain.engines.bound import with_bound_weights
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import (
+    MANIFEST,
+    Manifest,
+    Weight,
+    WeightFile,
+    engine_specs,
+    file_hash,
+    sample_hash,
+)
+from eagle_chain.engines.progress import human_bytes, progress
+from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
+from eagle_chain.engines.staging import staged
+from eagle_chain.export.checkpoint import Checkpoint
+from eagle_chain.export.graph import build_graphs
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+LIBRARIES = ("eagle-chain", "onnx", "onnx-ir", "numpy")
+
+_BLOCK = 4 * 1024 * 1024
+_ELEMENT: dict[int, str] = {
+    onnx.TensorProto.FLOAT: "fp32",
+    onnx.TensorProto.FLOAT16: "fp16",
+    onnx.TensorProto.BFLOAT16: "bf16",
+    onnx.TensorProto.INT32: "int32",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A trunk and a draft made for it, read but not loaded."""
+
+    trunk_config: TrunkConfig
+    draft_config: DraftConfig
+    trunk: Checkpoint
+    draft: Checkpoint
+
+
+def write_bundle(
+    target: Path, pair: Pair, options: Options, copy: bool, arguments: tuple[str, ...]
+) -> Manifest:
+    """Make the bundle in the place of `target`; on any failure what was there stays as it was.
+
+    Args:
+        target: A folder that does not exist, is empty or is a bundle.
+        pair: The checkpoints.
+        options: Of all engines.
+        copy: Whether weight files are copied into the bundle instead of linked.
+        arguments: Of the export command, for the sentence that says how to make it again.
+    """
+    for checkpoint in (pair.trunk, pair.draft):
+        if _resolved(target) in [
+            _resolved(checkpoint.folder),
+            *_resolved(checkpoint.folder).parents,
+        ]:
+            raise InputError(
+                f"{target}: holds the checkpoint {checkpoint.folder} and would replace it; "
+                "choose another folder for the bundle"
+            )
+    table = weight_table(pair)
+    specs = engine_specs(pair.trunk_config, pair.draft_config, options)
+    with staged(target, _check_replaceable) as folder:
+        graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options)
+        hashes = {}
+        for name, model in graphs.items():
+            check_graph(model, specs[name])
+            content = model.SerializeToString(deterministic=True)
+            (folder / f"{name}.onnx").write_bytes(content)
+            hashes[f"{name}.onnx"] = hashlib.sha256(content).hexdigest()
+        files = _place_weights(folder, target, pair, copy)
+        if copy:  # the bundle stands alone: what any ONNX tool sees must hold together
+            for name in hashes:
+                onnx.checker.check_model(str(folder / name))
+        _copy_tokenizer(pair.trunk.folder, folder / "tokenizer")
+        manifest = Manifest(
+            options=options,
+            trunk=pair.trunk_config,
+            draft=pair.draft_config,
+            specs=specs,
+            graphs=hashes,
+            files=files,
+            weights=table,
+            ignored=dict(Counter(pair.trunk.ignored) + Counter(pair.draft.ignored)),
+            made_with={name: metadata.version(name) for name in LIBRARIES},
+            arguments=arguments,
+        )
+        manifest.save(folder)
+        return manifest
+
+
+def weight_table(pair: Pair) -> dict[str, Weight]:
+    """Every tensor of the pair under its canonical name, draft tensors with `draft.` before it."""
+    return {
+        f"{prefix}{name}": Weight(
+            f"weights/{role}/{tensor.file.name}", tensor.offset, tensor.dtype, tensor.shape
+        )
+        for role, prefix, checkpoint in (("trunk", "", pair.trunk), ("draft", "draft.", pair.draft))
+        for name, tensor in checkpoint.tensors.items()
+    }
+
+
+def check_graph(model: onnx.ModelProto, spec: EngineSpec) -> None:
+    """Check operators, shapes and dtypes all through the graph, and that its ends are the spec."""
+    onnx.checker.check_model(with_bound_weights(model), full_check=True)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    for what, values, tensors in (
+        ("inputs", [v for v in model.graph.input if v.name not in weights], spec.all_inputs),
+        ("outputs", model.graph.output, spec.all_outputs),
+    ):
+        found = tuple(_tensor_spec(value) for value in values)
+        if found != tensors:
+            raise RuntimeError(f"{spec.name}: {what} are {found}, the spec has {tensors}")
+
+
+def _tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    kind = value.type.tensor_type
+    return TensorSpec(
+        value.name, _ELEMENT[kind.elem_type], tuple(axis.dim_value for axis in kind.shape.dim)
+    )
+
+
+def _resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _check_replaceable(target: Path) -> None:
+    """Only an empty folder or a bundle with nothing of the user's own in it is replaced."""
+    if not target.is_dir():
+        raise InputError(f"{target}: is a file, expected a folder; choose another name")
+    names = sorted(os.listdir(target))
+    known = {MANIFEST, "weights", "tokenizer", "plans"}
+    foreign = [name for name in names if name not in known and not name.endswith(".onnx")]
+    if names and (foreign or MANIFEST not in names):
+        shown = ", ".join((foreign or names)[:3])
+        raise InputError(
+            f"{target}: is not a bundle, or not only that (it holds {shown}), and only a bundle "
+            "is replaced; choose another folder, or move these files away"
+        )
+
+
+def _place_weights(folder: Path, target: Path, pair: Pair, copy: bool) -> dict[str, WeightFile]:
+    """Link or copy the weight files into `folder`, which will stand at `target`, and hash them."""
+    jobs = [
+        (source, f"weights/{role}/{source.name}")
+        for role, checkpoint in (("trunk", pair.trunk), ("draft", pair.draft))
+        for source in sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    ]
+    total = sum(source.stat().st_size for source, _ in jobs)
+    (folder / "weights").mkdir()
+    if copy:
+        _check_room(folder, target, total)
+    else:
+        for role, checkpoint in (("trunk", pair.trunk), ("draft", pair.draft)):
+            (folder / "weights" / role).symlink_to(_aim(target, checkpoint.folder))
+    files = {}
+    with progress("copying weights" if copy else "hashing weights", total) as advance:
+        for source, name in jobs:
+            placed = folder / name
+            if copy:
+                placed.parent.mkdir(exist_ok=True)
+                digest = _copy(source, placed, advance)
+            else:
+                digest = file_hash(placed, advance)
+            files[name] = WeightFile(placed.stat().st_size, digest, sample_hash(placed))
+    return files
+
+
+def _aim(target: Path, checkpoint: Path) -> Path:
+    """What the link in `target`/weights says: relative if both folders may move together."""
+    bundle, source = _resolved(target), _resolved(checkpoint)
+    return Path("..", "..", source.name) if source.parent == bundle.parent else source
+
+
+def _check_room(folder: Path, target: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"{target}: copying the weights needs {human_bytes(needed)}, the disk has "
+            f"{human_bytes(free)} free; use --weights link or another disk"
+        )
+
+
+def _copy(source: Path, target: Path, advance: Callable[[int], None]) -> str:
+    """Copy a file block by block and return its SHA-256."""
+    digest = hashlib.sha256()
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        while block := reader.read(_BLOCK):
+            digest.update(block)
+            writer.write(block)
+            advance(len(block))
+    return digest.hexdigest()
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """Copy what text needs, as far as the checkpoint has it."""
+    names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    if names:
+        folder.mkdir()
+    for name in names:
+        shutil.copyfile(checkpoint / name, folder / name)

@@ -1,0 +1,150 @@
+"""The command `export`: a trunk and a draft checkpoint in, a bundle out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.inspection import bundle_report, pair_lines
+from eagle_chain.engines.manifest import DEBUG_OUTPUTS, PROFILES, check_options
+from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.spec import DTYPES, Options
+
+CAPACITY = 4096  # default, as far as the trunk was made for so many positions
+LARGE = 2_000_000_000  # bytes of weights above which memory matters to most people
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `eagle-chain export` takes."""
+    parser.add_argument("trunk", metavar="TRUNK", type=Path, help="folder of a Qwen3.5 checkpoint")
+    parser.add_argument("draft", metavar="DRAFT", type=Path, help="folder of its EAGLE-3 draft")
+    parser.add_argument(
+        "-o", "--output", metavar="BUNDLE", type=Path, required=True, help="folder to write"
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=Options.width,
+        help="rows of a trunk call: 1 + the most drafts (5)",
+    )
+    parser.add_argument(
+        "--capacity",
+        type=int,
+        help=f"longest sequence in tokens ({CAPACITY}, or all the trunk has)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=Options.dtype,
+        help="of activations and KV: fp32 runs everywhere; fp16 and bf16 need a GPU and halve "
+        "the memory of weights and KV there (fp32)",
+    )
+    parser.add_argument(
+        "--profile", choices=PROFILES, default=Options.profile, help="operators to use (portable)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("link", "copy"),
+        default="link",
+        help="point at the checkpoint files, or copy them so that the bundle stands alone (link)",
+    )
+    parser.add_argument(
+        "--debug",
+        type=_words,
+        default=(),
+        metavar="OUTPUTS",
+        help=f"extra outputs for checks, with commas between: {', '.join(DEBUG_OUTPUTS)}",
+    )
+    parser.add_argument(
+        "--aux-layers",
+        type=_numbers,
+        metavar="LAYERS",
+        help="trunk layers whose outputs the draft reads, like 1,15,28 (from the draft's config)",
+    )
+    parser.add_argument(
+        "--rope-theta", type=float, help="rotary base of the draft (from its config)"
+    )
+    parser.add_argument(
+        "--rotary-dim", type=int, help="dims of a draft head that rotate (from its config)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Read the pair, say what will be made of it, write the bundle."""
+    from eagle_chain.export.bundle import Pair, write_bundle
+    from eagle_chain.export.checkpoint import open_pair
+
+    (trunk_config, trunk), (draft_config, draft) = open_pair(
+        arguments.trunk,
+        arguments.draft,
+        aux_layers=arguments.aux_layers,
+        rope_theta=arguments.rope_theta,
+        rotary_dim=arguments.rotary_dim,
+    )
+    options = _options(arguments, trunk_config.max_positions)
+    pair = Pair(trunk_config, draft_config, trunk, draft)
+    for notice in trunk.notices + draft.notices:
+        print(f"notice   {notice}", file=sys.stderr)
+    ignored = Counter(trunk.ignored) + Counter(draft.ignored)
+    for line in pair_lines(trunk_config, draft_config, ignored, options):
+        print(line, flush=True)
+    manifest = write_bundle(
+        arguments.output, pair, options, arguments.weights == "copy", _repeated(arguments)
+    )
+    weights = sum(file.size for file in manifest.files.values())
+    print(
+        f"wrote    {arguments.output}: {', '.join(manifest.graphs)}; weights "
+        f"{human_bytes(weights)} {'copied' if arguments.weights == 'copy' else 'linked'}"
+    )
+    if options.dtype == "fp32" and weights > LARGE:
+        print("         for a GPU, --dtype bf16 halves the memory of weights and KV")
+    return Outcome(bundle_report(arguments.output, manifest))
+
+
+def _options(arguments: argparse.Namespace, positions: int) -> Options:
+    capacity = arguments.capacity
+    if capacity is None:
+        capacity = min(CAPACITY, positions)
+    elif capacity > positions:
+        raise InputError(
+            f"--capacity is {capacity}, the trunk was made for {positions} positions "
+            "(max_position_embeddings); give at most that"
+        )
+    options = Options(
+        arguments.width, capacity, arguments.dtype, arguments.profile, arguments.debug
+    )
+    check_options(options)
+    return options
+
+
+def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The options that differ from their defaults, as they are typed."""
+    words = []
+    for name, default in (
+        ("width", Options.width),
+        ("capacity", None),
+        ("dtype", Options.dtype),
+        ("profile", Options.profile),
+        ("weights", "link"),
+        ("debug", ()),
+        ("aux_layers", None),
+        ("rope_theta", None),
+        ("rotary_dim", None),
+    ):
+        value = getattr(arguments, name)
+        if value != default:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+    return tuple(words)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))

@@ -1,0 +1,306 @@
+"""The `ort-fused` profile: the kernels of `engines/kernels`, as ONNX Runtime custom operators.
+
+A layer is seven or eight launches, and the weights are read as the checkpoint holds them: matrices
+that share an input are several inputs of one node, so nothing has to be joined or transposed. Only
+sums of whole rows differ from the other profiles; the states have the same layout.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.spec import Options
+from eagle_chain.export.builder import GraphBuilder
+from eagle_chain.export.draft import target_id
+from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
+from eagle_chain.export.trunk import TrunkGraph
+
+DOMAIN = "eagle_chain"
+STRETCHES = 160  # most pieces of a KV cache that attention merges, see `run_attend`
+TILE = 32
+PICK_BLOCKS = 64
+
+
+class Fused(Portable):
+    """Nodes of domain `eagle_chain`, with the shapes of their results."""
+
+    def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
+        """RMSNorm of x [R, H] in fp32 with one rounding at the end."""
+        g = self.g
+        like = (g.dtype, _shape(x))
+        (normed,) = g.node(
+            DOMAIN, "Norm", [x, g.weight(weight, "fp32")], [like], epsilon=eps, centred=int(centred)
+        )
+        return normed
+
+    def add_norm(
+        self, h: ir.Value, delta: ir.Value, weight: str, eps: float, *, centred: bool
+    ) -> tuple[ir.Value, ir.Value]:
+        """h + delta, and its norm."""
+        g = self.g
+        like = (g.dtype, _shape(delta))
+        total, normed = g.node(
+            DOMAIN,
+            "AddNorm",
+            [h, delta, g.weight(weight, "fp32")],
+            [like, like],
+            epsilon=eps,
+            centred=int(centred),
+        )
+        return total, normed
+
+    def linear(self, x: ir.Value, *names: str) -> ir.Value:
+        """x [R, K] times up to four weights [N, K], side by side: [R, sum of N]."""
+        g = self.g
+        width = sum(g.weight_shape(name)[0] for name in names)
+        weights = [g.weight(name) for name in names]
+        (y,) = g.node(DOMAIN, "Linear", [x, *weights], [(g.dtype, (_shape(x)[0], width))])
+        return y
+
+    def swiglu(self, x: ir.Value, prefix: str) -> ir.Value:
+        """down(silu(gate(x)) * up(x)), x [R, H]."""
+        g = self.g
+        names = (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        inner = (_shape(x)[0], g.weight_shape(names[0])[0])
+        weights = [g.weight(name) for name in names]
+        (y,) = g.node(DOMAIN, "GatedLinear", [x, *weights], [(g.dtype, inner)])
+        return self.linear(y, f"{prefix}.down_proj.weight")
+
+    def embed(self, ids: ir.Value, table: str) -> ir.Value:
+        """Rows of the embedding, with their shape."""
+        rows = super().embed(ids, table)
+        rows.shape = ir.Shape((*_shape(ids), self.g.weight_shape(table)[1]))
+        return rows
+
+    def attend(
+        self,
+        query: ir.Value,
+        kv: ir.Value,
+        states: tuple[str, str],
+        places: tuple[ir.Value, ir.Value],
+        heads: Heads,
+        rotary: Rotary,
+        slots: int,
+        *,
+        norms: tuple[str, str] | None = None,
+        eps: float = 0.0,
+        kv_offset: int = 0,
+    ) -> ir.Value:
+        """Norms, rotary, KV rows and attention; sets the outputs of `states`.
+
+        Args:
+            query: [Rq, ...], from column 0 the heads; with `norms` each is followed by its gate.
+            kv: [R, ...], from column `kv_offset` the key heads, then the value heads.
+            states: Names of the KV inputs.
+            places: Where row 0 of `kv` and of `query` stand.
+            heads: Sizes.
+            rotary: Whole tables, fp32 [slots, rotary_dim / 2].
+            slots: Rows of the KV buffers.
+            norms: Weights of the q and k norms, used as 1 + w.
+            eps: Of the norms.
+            kv_offset: See `kv`.
+        """
+        g = self.g
+        rows, cache = _shape(query)[0], (1, heads.kv, slots, heads.dim)
+        stretch = -(-(-(-slots // STRETCHES)) // TILE) * TILE
+        pieces = -(-slots // stretch)
+        pairs = rows * heads.query
+        gates = [g.weight(name, "fp32") for name in norms] if norms else []
+        y, key, value, *_ = g.node(
+            DOMAIN,
+            "Attend",
+            [query, kv, *map(g.input, states), *places, rotary.cos, rotary.sin, *gates],
+            [
+                (g.dtype, (rows, heads.query * heads.dim)),
+                (g.dtype, cache),
+                (g.dtype, cache),
+                ("fp32", (pairs, pieces)),
+                ("fp32", (pairs, pieces)),
+                ("fp32", (pairs, pieces, heads.dim)),
+            ],
+            epsilon=eps,
+            centred=int(norms is not None),
+            gated=int(norms is not None),
+            heads=heads.query,
+            kv_offset=kv_offset,
+        )
+        g.output(f"{states[0]}.next", key)
+        g.output(f"{states[1]}.next", value)
+        return y
+
+    def whole_rotary(self, table_rows: int, theta: float, rotary_dim: int) -> Rotary:
+        """Cos and sin of every position, fp32."""
+        cos, sin = (self.g.constant(t) for t in rotary_tables(table_rows, theta, rotary_dim))
+        return Rotary(cos, sin, rotary_dim)
+
+    def greedy(self, logits: ir.Value) -> ir.Value:
+        """Argmax per row -> int32 [R]; -1 where a row is not finite."""
+        rows = _shape(logits)[0]
+        scratch = (rows, PICK_BLOCKS)
+        ids, *_ = self.g.node(
+            DOMAIN,
+            "Greedy",
+            [logits],
+            [("int32", (rows,)), ("fp32", scratch), ("int32", scratch)],
+        )
+        return ids
+
+
+class FusedTrunk(TrunkGraph):
+    """The trunk in few nodes; the same spec as every other profile's."""
+
+    low: Fused
+
+    def rotary(self) -> Rotary:
+        """The whole tables: the kernel picks the rows."""
+        config = self.config
+        return self.low.whole_rotary(
+            self.options.kv_rows, config.rope_theta, config.rotary_dim
+        )
+
+    def add_norm(self, h: ir.Value, delta: ir.Value, weight: str) -> tuple[ir.Value, ir.Value]:
+        """One node."""
+        return self.low.add_norm(h, delta, weight, self.config.norm_eps, centred=True)
+
+    def full_mixer(self, x: ir.Value, i: int, rotary: Rotary) -> ir.Value:
+        """Gated attention behind one product for q, gate, k and v."""
+        low, config, prefix = self.low, self.config, f"layers.{i}.self_attn"
+        heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+        fused = low.linear(x, *(f"{prefix}.{part}_proj.weight" for part in "qkv"))
+        mixed = low.attend(
+            fused,
+            fused,
+            (f"layers.{i}.key", f"layers.{i}.value"),
+            (self.position, self.position),
+            heads,
+            rotary,
+            self.options.kv_rows,
+            norms=(f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
+            eps=config.norm_eps,
+            kv_offset=2 * heads.query * heads.dim,
+        )
+        return low.linear(mixed, f"{prefix}.o_proj.weight")
+
+    def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
+        """Gated DeltaNet behind one product for u, z, b and a."""
+        g, low, config = self.g, self.low, self.config
+        prefix = f"layers.{i}.linear_attn"
+        fused = low.linear(x, *(f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
+        states = [f"layers.{i}.{part}" for part in ("S", "log_key", "log_delta", "log_decay")]
+        states.append(f"layers.{i}.window")
+        like = {pair.input: (pair.dtype, pair.shape) for pair in g.spec.states}
+        outputs = [like[name] for name in states]
+        flat = (self.width, config.linear_value_heads * config.linear_value_dim)
+        every = g.wants(f"layers.{i}.S_rows")
+        if every:
+            outputs.append(("fp32", (self.width, *self.state_shape())))
+        vectors = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+        S, window = g.input(states[0]), g.input(states[-1])
+        y, *results = g.node(
+            DOMAIN,
+            "GatedDelta",
+            [
+                *(fused, window, S, *map(g.input, states[1:-1]), g.input("kept")),
+                *(g.weight(f"{prefix}.{name}", "fp32") for name in vectors),
+            ],
+            [(g.dtype, flat), *outputs],
+            epsilon=config.norm_eps,
+        )
+        for name, result in zip(states, results, strict=False):
+            g.output(f"{name}.next", result)
+        if every:
+            g.output(f"layers.{i}.S_rows", results[-1])
+        return low.linear(y, f"{prefix}.out_proj.weight")
+
+    def verify(self, hidden: ir.Value) -> None:
+        """Greedy choice per row and the accepted count in one node."""
+        g = self.g
+        head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
+        logits = self.low.linear(hidden, head)
+        names = ("next_ids", "accepted", "pending", "next_kept", "next_position")
+        scratch = (self.width, PICK_BLOCKS)
+        results = g.node(
+            DOMAIN,
+            "Verify",
+            [logits, g.input("ids"), self.position, g.input("rows")],
+            [
+                ("int32", (self.width,)),
+                *[("int32", (1,))] * 4,
+                *[("fp32", scratch), ("int32", scratch)],
+            ],
+        )
+        for name, value in zip(names, results, strict=False):
+            g.output(name, value)
+        if g.wants("logits"):
+            g.output("logits", g.fp32(logits))
+
+
+def record_fused_draft(
+    g: GraphBuilder, low: Fused, config: DraftConfig, rows: int, options: Options
+) -> None:
+    """One draft call over R rows; see `draft.record_draft`."""
+    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    layer, attention, eps = "draft.midlayer", "draft.midlayer.self_attn", config.norm_eps
+    position, row = g.input("position"), g.input("row")
+
+    def chosen(x: ir.Value) -> ir.Value:
+        if rows == 1:
+            return x
+        picked = g.Gather(x, row, axis=0)
+        picked.shape = ir.Shape((1, _shape(x)[1]))
+        return picked
+
+    embedded = low.rms_norm(
+        low.embed(g.input("ids"), "embed_tokens.weight"),
+        f"{layer}.input_layernorm.weight",
+        eps,
+        centred=False,
+    )
+    normed = low.rms_norm(g.input("g"), f"{layer}.hidden_norm.weight", eps, centred=False)
+    joined = g.Concat(embedded, normed, axis=-1)
+    joined.shape = ir.Shape((rows, 2 * config.hidden_size))
+    here = g.Add(position, row)  # int32 [1]: where the wanted row stands
+    names = [f"{attention}.{part}_proj.weight" for part in "qkv"]
+    if rows == 1:
+        query = kv = low.linear(joined, *names)
+        kv_offset = heads.query * heads.dim
+    else:
+        query, kv, kv_offset = low.linear(chosen(joined), names[0]), low.linear(joined, *names[1:]), 0
+    mixed = low.attend(
+        query,
+        kv,
+        ("draft.key", "draft.value"),
+        (position, here),
+        heads,
+        low.whole_rotary(options.kv_rows, config.rope_theta, config.rotary_dim),
+        options.kv_rows,
+        kv_offset=kv_offset,
+    )
+    x, z = low.add_norm(
+        chosen(g.input("g")),
+        low.linear(mixed, f"{attention}.o_proj.weight"),
+        f"{layer}.post_attention_layernorm.weight",
+        eps,
+        centred=False,
+    )
+    recurrence, last = low.add_norm(
+        x, low.swiglu(z, f"{layer}.mlp"), "draft.norm.weight", eps, centred=False
+    )
+    logits = low.linear(last, "draft.lm_head.weight")
+    g.output("token", target_id(g, low.greedy(logits)))
+    g.output("g_next", recurrence)
+    g.output("next_position", g.Add(here, g.int32(1)))
+    if g.wants("logits"):
+        g.output("logits", g.fp32(logits))
+
+
+def record_fused_encoder(g: GraphBuilder, low: Fused) -> None:
+    """`features` [W, A*Ht] -> `g` [W, H]."""
+    g.output("g", low.linear(g.input("features"), "draft.fc.weight"))
+
+
+def _shape(x: ir.Value) -> tuple[int, ...]:
+    assert x.shape is not None, "every value that enters a fused node has a shape"
+    return tuple(int(extent) for extent in x.shape)

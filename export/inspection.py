@@ -1,0 +1,51 @@
+"""What `inspect` tells about a checkpoint folder: its config and its tensors, not their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.config import DRAFT_TYPES, read_json
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.inspection import draft_line, ignored_line, trunk_line
+from eagle_chain.engines.progress import human_bytes
+from eagle_chain.export.checkpoint import Checkpoint, open_draft, open_trunk
+
+
+def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
+    """Print and return what a trunk, or a draft for `trunk`, holds."""
+    draft = read_json(folder / "config.json").get("model_type") in DRAFT_TYPES
+    if draft and trunk is None:
+        raise InputError(f"{folder}: is a draft; name the trunk it was made for: --trunk FOLDER")
+    if not draft and trunk is not None:
+        raise InputError(f"{folder}: is no draft; leave --trunk out")
+    config, checkpoint = open_trunk(folder if trunk is None else trunk)
+    if trunk is None:
+        print(f"trunk    {trunk_line(config)}")
+        return _report("trunk", config.to_plain(), checkpoint)
+    draft_config, checkpoint = open_draft(folder, config)
+    layers = ", ".join(map(str, draft_config.aux_layers))
+    print(f"draft    {draft_line(draft_config)}")
+    print(f"features outputs of layers {layers} ({draft_config.aux_source})")
+    return _report("draft", draft_config.to_plain(), checkpoint)
+
+
+def _report(kind: str, config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    files = sorted({tensor.file.name for tensor in checkpoint.tensors.values()})
+    print(f"weights  {len(checkpoint.tensors)} tensors, {human_bytes(size)}")
+    for name in files:
+        print(f"         {name}")
+    print(f"ignored  {ignored_line(checkpoint.ignored)}")
+    for notice in checkpoint.notices:
+        print(f"notice   {notice}")
+    return {
+        "checkpoint": str(checkpoint.folder),
+        "kind": kind,
+        "config": config,
+        "tensors": len(checkpoint.tensors),
+        "bytes": size,
+        "files": files,
+        "ignored": checkpoint.ignored,
+        "notices": list(checkpoint.notices),
+    }

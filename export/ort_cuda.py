@@ -1,0 +1,222 @@
+"""The `ort-cuda` profile: com.microsoft operators that ONNX Runtime 1.31 has CUDA kernels for.
+
+What a Gated-DeltaNet layer keeps differs from the other profiles: S is [Hv, dv, dk], and instead of
+a rank-1 log the inputs of the last call's rows are kept. Their kept prefix is replayed by a second
+GatedDeltaNet node (`cu_seqlens` = [0, kept]): the same kernel over the same rows from the same S,
+hence the same bits. Norm weights enter as 1 + w rounded to the compute dtype, because these norms
+take their weights in no other.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from eagle_chain.engines.derived import Derived
+from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
+from eagle_chain.export.trunk import TrunkGraph
+
+DOMAIN = "com.microsoft"
+
+
+class OrtCuda(Portable):
+    """Building blocks in com.microsoft operators."""
+
+    def join(self, x: ir.Value, *names: str) -> ir.Value:
+        """x [R, K] times several weights [N, K] in one product: [R, sum of N]."""
+        g = self.g
+        if len(names) == 1:
+            return g.linear(x, names[0])
+        return g.Gemm(x, g.derived(Derived(names, g.dtype)), transB=1)
+
+    def gamma(self, weight: str, *, centred: bool) -> ir.Value:
+        """The weight of a norm in the compute dtype."""
+        return self.g.derived(Derived((weight,), self.g.dtype, float(centred)))
+
+    def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
+        """SimplifiedLayerNormalization, whose statistics are fp32."""
+        gamma = self.gamma(weight, centred=centred)
+        return self.g.SimplifiedLayerNormalization(x, gamma, axis=-1, epsilon=eps, stash_type=1)
+
+    def add_norm(
+        self, h: ir.Value, delta: ir.Value, weight: str, eps: float
+    ) -> tuple[ir.Value, ir.Value]:
+        """SkipSimplifiedLayerNormalization: h + delta, and its norm with 1 + w."""
+        gamma = self.gamma(weight, centred=True)
+        normed, _, _, total = self.ms(
+            "SkipSimplifiedLayerNormalization", [h, delta, gamma], 4, epsilon=eps
+        )
+        return total, normed
+
+    def swiglu(self, x: ir.Value, prefix: str) -> ir.Value:
+        """down(silu(gate(x)) * up(x)) with gate and up in one product."""
+        g = self.g
+        names = f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"
+        inner = g.weight_shape(names[0])[0]
+        gate, up = g.split(self.join(x, *names), -1, inner, inner)
+        return g.linear(g.Mul(self.silu(gate), up), f"{prefix}.down_proj.weight")
+
+    def silu(self, x: ir.Value) -> ir.Value:
+        """QuickGelu with slope 1."""
+        return self.ms("QuickGelu", [x], 1, alpha=1.0)[0]
+
+    def ms(
+        self, op_type: str, inputs: list[ir.Value | None], outputs: int, **attributes: object
+    ) -> list[ir.Value]:
+        """A com.microsoft node with `outputs` results, whose shapes ONNX Runtime infers."""
+        return self.g.node(DOMAIN, op_type, inputs, [None] * outputs, **attributes)
+
+
+class OrtCudaTrunk(TrunkGraph):
+    """The trunk in com.microsoft operators."""
+
+    low: OrtCuda
+
+    def rotary(self) -> Rotary:
+        """Whole tables in the compute dtype: the attention operator picks the rows."""
+        g, config = self.g, self.config
+        cos, sin = (
+            g.constant(table.astype(g.numpy_dtype))
+            for table in rotary_tables(
+                self.options.kv_rows, config.rope_theta, config.rotary_dim
+            )
+        )
+        return Rotary(cos, sin, config.rotary_dim)
+
+    def add_norm(self, h: ir.Value, delta: ir.Value, weight: str) -> tuple[ir.Value, ir.Value]:
+        """One node."""
+        return self.low.add_norm(h, delta, weight, self.config.norm_eps)
+
+    def full_mixer(self, x: ir.Value, i: int, rotary: Rotary) -> ir.Value:
+        """GroupQueryAttention, which rotates and writes the KV rows."""
+        g, low, config, width = self.g, self.low, self.config, self.width
+        prefix = f"layers.{i}.self_attn"
+        heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+        fused = low.join(x, *(f"{prefix}.{part}_proj.weight" for part in "qkv"))
+        wide, narrow = heads.query * heads.dim, heads.kv * heads.dim
+        gated, key, value = g.split(fused, -1, 2 * wide, narrow, narrow)
+        gated = g.reshape(gated, width, heads.query, 2 * heads.dim)
+        query, gate = g.split(gated, -1, heads.dim, heads.dim)
+        query = self.norm(query, f"{prefix}.q_norm.weight")
+        key = self.norm(g.reshape(key, width, heads.kv, heads.dim), f"{prefix}.k_norm.weight")
+        mixed, *cache = low.ms(
+            "GroupQueryAttention",
+            [
+                g.reshape(query, 1, width, wide),
+                g.reshape(key, 1, width, narrow),
+                g.reshape(value, 1, width, narrow),
+                g.input(f"layers.{i}.key"),
+                g.input(f"layers.{i}.value"),
+                self.last_row,
+                g.int32(self.options.kv_rows),
+                rotary.cos,
+                rotary.sin,
+            ],
+            3,
+            num_heads=heads.query,
+            kv_num_heads=heads.kv,
+            do_rotary=1,
+            scale=heads.dim**-0.5,
+        )
+        g.output(f"layers.{i}.key.next", cache[0])
+        g.output(f"layers.{i}.value.next", cache[1])
+        mixed, gate = g.reshape(mixed, width, wide), g.reshape(gate, width, wide)
+        return g.linear(g.Mul(mixed, g.Sigmoid(gate)), f"{prefix}.o_proj.weight")
+
+    @property
+    def last_row(self) -> ir.Value:
+        """Where the last row of the call stands, int32 [1]."""
+        if not hasattr(self, "_last_row"):
+            self._last_row = self.g.Add(self.position, self.g.int32(self.width - 1))
+            self._kept_rows = self.g.Concat(self.g.int32(0), self.g.input("kept"), axis=0)
+        return self._last_row
+
+    @property
+    def kept_rows(self) -> ir.Value:
+        """`cu_seqlens` of the replay, int32 [2]."""
+        _ = self.last_row
+        return self._kept_rows
+
+    def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
+        """GatedDeltaNet twice: over the kept rows of the last call, and over this call's."""
+        g, low, config, width = self.g, self.low, self.config, self.width
+        prefix, state = f"layers.{i}.linear_attn", f"layers.{i}"
+        heads, wide = config.linear_value_heads, config.linear_value_heads * config.linear_value_dim
+        names = [f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
+        u, z, gates = g.split(low.join(x, *names), -1, config.conv_channels, wide, 2 * heads)
+        beta, decay = g.split(g.fp32(gates), -1, heads, heads)
+
+        history = config.conv_kernel - 1
+        columns = g.Add(g.input("kept"), g.int32(*range(history)))
+        past = g.Gather(g.input(f"{state}.window"), columns, axis=0)  # [3, C]
+        g.output(f"{state}.window.next", g.Concat(past, u, axis=0))
+        qkv, _ = low.ms(
+            "CausalConvWithState",
+            [
+                g.Unsqueeze(u, g.ints(0)),
+                g.weight(f"{prefix}.conv1d.weight"),
+                None,
+                g.Unsqueeze(past, g.ints(0)),
+            ],
+            2,
+            activation="silu",
+            channels_last=1,
+        )
+        qkv = g.reshape(qkv, width, config.conv_channels)
+        g.output(f"{state}.log_qkv.next", qkv)
+        g.output(f"{state}.log_decay.next", decay)
+        g.output(f"{state}.log_beta.next", beta)
+
+        held = tuple(g.input(f"{state}.{part}") for part in ("log_qkv", "log_decay", "log_beta"))
+        S = g.Unsqueeze(g.input(f"{state}.S"), g.ints(0))
+        S = self.replayed(prefix, held, S)
+        g.output(f"{state}.S.next", g.Squeeze(S, g.ints(0)))
+        mixed, _ = self.delta(prefix, (qkv, decay, beta), S, self.all_rows)
+        if g.wants(f"{state}.S_rows"):
+            every = []
+            for n in range(1, width + 1):
+                first = (g.Slice(t, g.ints(0), g.ints(n), g.ints(0)) for t in (qkv, decay, beta))
+                every.append(self.delta(prefix, tuple(first), S, g.int32(0, n))[1])
+            g.output(f"{state}.S_rows", g.Concat(*every, axis=0))
+        normed, *_ = low.ms(
+            "GatedRMSNorm",
+            [
+                g.reshape(mixed, width, wide),
+                g.derived(Derived((f"{prefix}.norm.weight",), g.dtype)),
+                z,
+            ],
+            1,
+            epsilon=config.norm_eps,
+            activation="silu",
+        )
+        return g.linear(normed, f"{prefix}.out_proj.weight")
+
+    def replayed(self, prefix: str, held: tuple[ir.Value, ...], S: ir.Value) -> ir.Value:
+        """S after the kept rows of the last call; the CUDA kernel reads no row behind them."""
+        return self.delta(prefix, held, S, self.kept_rows)[1]
+
+    @property
+    def all_rows(self) -> ir.Value:
+        """`cu_seqlens` of a whole call."""
+        return self.g.int32(0, self.width)
+
+    def delta(
+        self,
+        prefix: str,
+        rows: tuple[ir.Value, ...],
+        S: ir.Value,
+        lengths: ir.Value,
+    ) -> tuple[ir.Value, ir.Value]:
+        """Outputs and state after the first rows of (packed qkv, raw decay, raw beta)."""
+        qkv, decay, beta = rows
+        g = self.g
+        vectors = [g.weight(f"{prefix}.{name}", "fp32") for name in ("A_log", "dt_bias")]
+        output, state = self.low.ms(
+            "GatedDeltaNet",
+            [qkv, None, None, lengths, decay, beta, S, *vectors],
+            2,
+            gate_activation="qwen",
+            beta_activation="sigmoid",
+            qk_l2_norm=1,
+            update_rule="gated_delta",
+        )
+        return output, state

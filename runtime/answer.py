@@ -1,0 +1,134 @@
+"""One prompt answered: the text as it comes, what it cost, and whether plain decoding agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.stats import Result, Stats
+from eagle_chain.runtime.tokenizer import Tokenizer
+
+ENOUGH = 8  # rounds without a single accepted draft that are no accident
+Show = Callable[[str, bool], None]  # a piece of text, and whether a draft was accepted for it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A continuation and its cost; `plain` is the same request without drafts, if it was run."""
+
+    text: str
+    result: Result
+    plain: Result | None
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether plain greedy decoding gives the same tokens; None if it was not asked."""
+        return None if self.plain is None else self.plain.tokens == self.result.tokens
+
+    @property
+    def passes_saved(self) -> int:
+        """Trunk passes that plain decoding would have needed on top."""
+        return self.result.stats.decode_tokens - self.result.stats.rounds
+
+    def to_json(self) -> dict[str, Any]:
+        """What `generate --json` prints."""
+        plain = self.plain
+        return {
+            "text": self.text,
+            "ids": self.result.tokens,
+            "finish_reason": self.result.finish_reason,
+            **self.result.stats.to_json(),
+            "trunk_passes_saved": self.passes_saved,
+            "exact": self.exact,
+            "plain_tokens_per_second": plain.stats.tokens_per_second if plain else None,
+        }
+
+    def summary(self) -> str:
+        """The cost in a line for people."""
+        stats = self.result.stats
+        parts = [f"{stats.tokens} tokens ({self.result.finish_reason})"]
+        if stats.acceptance_length is not None:
+            parts.append(
+                f"{stats.acceptance_length:.2f} per trunk pass, {self.passes_saved} passes saved"
+            )
+        if stats.acceptance_by_position:
+            shares = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+            parts.append(f"accepted by position {shares}")
+        if stats.tokens_per_second is not None:
+            plain = self.plain.stats.tokens_per_second if self.plain else None
+            beside = f" ({plain:.0f} plain)" if plain else ""
+            parts.append(f"{stats.tokens_per_second:.0f} tokens/s{beside}")
+        return "; ".join(parts)
+
+    def warnings(self) -> list[str]:
+        """What a user should look into: a draft that is never right, a token that differs."""
+        found = []
+        stats = self.result.stats
+        if stats.drafted and not stats.accepted and stats.rounds >= ENOUGH:
+            found.append(
+                f"none of {stats.drafted} drafted tokens was accepted (exactly 1 token per trunk "
+                "pass); is the draft made for this trunk, with these aux layers and this rotary "
+                "base? (eagle-chain inspect shows them)"
+            )
+        if self.plain is not None and not self.exact:
+            pairs = zip(self.result.tokens, self.plain.tokens, strict=False)
+            common = min(len(self.result.tokens), len(self.plain.tokens))
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), common)
+            found.append(f"NOT EXACT: plain greedy decoding differs from token {at} on")
+        return found
+
+
+def answer(
+    chain: Chain,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    k: int | None,
+    check: bool,
+    show: Show,
+) -> Answer:
+    """Run a request, showing its text while it comes.
+
+    Args:
+        chain: Runs it; `check` runs it a second time with no drafts.
+        tokenizer: Turns tokens into text.
+        prompt: Token ids.
+        max_new_tokens: Budget.
+        k: Drafts per round, None for as many as the bundle allows.
+        check: Whether to compare with plain greedy decoding.
+        show: Called with every piece of text.
+
+    Raises:
+        InputError: The request does not fit, or the model gives no finite logits.
+    """
+    stats, tokens, reason, text = Stats(), list[int](), "", list[str]()
+    stream = tokenizer.stream()
+
+    def put(piece: str, drafted: bool) -> None:
+        if piece:
+            text.append(piece)
+            show(piece, drafted)
+
+    try:
+        for round in chain.rounds(prompt, max_new_tokens=max_new_tokens, k=k):
+            stats.add(round)
+            tokens += round.tokens
+            reason = round.finish_reason or reason
+            for i, token in enumerate(round.tokens):
+                put(stream.push(token), i < round.accepted)
+        put(stream.end(), False)
+        plain = chain.generate(prompt, max_new_tokens=max_new_tokens, k=0) if check else None
+    except FloatingPointError as error:
+        raise InputError(str(error)) from error
+    return Answer("".join(text), Result(tokens, reason, stats), plain)
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which a model could use to play with the terminal."""
+    return "".join(
+        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

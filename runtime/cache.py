@@ -1,0 +1,223 @@
+"""The cache: every buffer of one sequence, and the one set of counters that says what they hold.
+
+The trunk's states come in pairs that change places after each call, so there are two fixed sets of
+addresses, one per parity. The plain outputs of a call exist per parity as well: changing places
+back (`undo`) brings states, features and choices of the call before into view again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.spec import EngineSpec, StatePair, TensorSpec
+from eagle_chain.runtime.buffers import Buffer, Memory
+
+FEATURES = ("features", "hidden")  # outputs of the last call that a drafter may still read
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Where a sequence stands after a trunk call."""
+
+    tokens: tuple[int, ...]
+    position: int
+    pending: int | None
+    call: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a sequence, to stand there again with `Cache.rollback`, any number of times."""
+
+    counters: Counters
+    buffers: tuple[Buffer | None, ...]  # one per state; None: a KV cache that was not copied
+    outputs: tuple[Buffer, ...]  # features and hidden of the last call
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the copies take."""
+        return sum(b.spec.nbytes for b in (*self.buffers, *self.outputs) if b is not None)
+
+
+class Cache:
+    """States of the trunk and of its drafters, and the sequence they belong to.
+
+    Attributes:
+        tokens: Ids whose rows are in the states, oldest first.
+        position: Where row 0 of the last trunk call stands.
+        pending: The trunk's choice after `tokens`, not yet fed; None in an empty cache.
+        parity: Which set of addresses the next call uses; `outputs[parity]` is what the last gave.
+        inputs: The trunk's plain inputs by name: `ids` [W], `position`, `rows`, `kept` [1].
+        outputs: The trunk's plain outputs by name, per parity.
+    """
+
+    def __init__(self, trunk: EngineSpec, memory: Memory, capacity: int) -> None:
+        self.capacity = capacity
+        self.memory = memory
+        self.inputs = {t.name: memory.allocate(t) for t in trunk.inputs}
+        first, second = ({t.name: memory.allocate(t) for t in trunk.outputs} for _ in range(2))
+        self.outputs = (first, second)
+        self.width = self.inputs["ids"].spec.shape[0]
+        self.parity = 0
+        self.tokens: list[int] = []
+        self.position = 0
+        self.pending: int | None = None
+        self._trunk_states = trunk.states
+        self._states: list[tuple[StatePair, tuple[Buffer, Buffer]]] = []
+        self._call: tuple[int, ...] = ()
+        self._before: tuple[int, int | None, tuple[int, ...]] | None = None
+        self._add(trunk.states)
+
+    @property
+    def kept(self) -> int:
+        """How many rows of the last trunk call are part of the sequence."""
+        return len(self.tokens) - self.position
+
+    def tensors(self, parity: int) -> dict[str, Buffer]:
+        """Every buffer of a trunk call that starts at `parity`, by tensor name."""
+        tensors = {**self.inputs, **self.outputs[1 - parity]}
+        for pair, buffers in self._states[: len(self._trunk_states)]:
+            tensors |= {pair.input: buffers[parity], pair.output: buffers[1 - parity]}
+        return tensors
+
+    def claim(self, states: Iterable[StatePair]) -> dict[str, Buffer]:
+        """Add the states of a drafter, all in place; returns their buffers by tensor name."""
+        pairs = tuple(states)
+        assert all(pair.in_place for pair in pairs), "only the trunk's states change places"
+        added = self._add(pairs)
+        return {name: buffers[0] for pair, buffers in added for name in (pair.input, pair.output)}
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """Write the inputs of the next call: ids, where they stand, what was kept of the last."""
+        self.inputs["ids"].write([*ids, *[-1] * (self.width - len(ids))])
+        self.inputs["position"].write(len(self.tokens))
+        self.inputs["rows"].write(len(ids))
+        self.inputs["kept"].write(self.kept)
+
+    def advance(self, ids: Sequence[int]) -> None:
+        """Take note that a call over `ids` has run; none of its rows is kept until `commit`."""
+        self._before = (self.position, self.pending, self._call)
+        self.parity = 1 - self.parity
+        self.position, self._call = len(self.tokens), tuple(ids)
+
+    def commit(self, kept: int, pending: int) -> None:
+        """Keep the first `kept` rows of the last call; may be repeated with another count.
+
+        Args:
+            kept: 1..rows of the call; the rows after them are rejected.
+            pending: The trunk's choice after the last kept row.
+        """
+        assert 0 < kept <= len(self._call), "the last call has no such row"
+        self.tokens[self.position :] = self._call[:kept]
+        self.pending = pending
+
+    def undo(self) -> None:
+        """Forget the last call: the states change places back. One call deep."""
+        assert self._before is not None, "there is no call to undo"
+        del self.tokens[self.position :]
+        self.position, self.pending, self._call = self._before
+        self.parity = 1 - self.parity
+        self._before = None
+
+    def reset(self) -> None:
+        """Empty the sequence and zero every state: not even a NaN outlives it."""
+        for _, buffers in self._states:
+            for buffer in set(buffers):
+                buffer.zero()
+        self._stand(Counters((), 0, None, ()))
+
+    def snapshot(self, *, kv: bool = True, into: Snapshot | None = None) -> Snapshot:
+        """Copy the sequence: live KV rows, the other states, the last features, the counters.
+
+        Args:
+            kv: False leaves the KV caches out. Such a copy is good as long as the sequence has only
+                grown since: rows below its length are never written again.
+            into: An earlier snapshot of this cache, also without KV, whose buffers are used again.
+        """
+        assert into is None or not kv, "copies of KV caches are as long as the sequence was"
+        counters = Counters(tuple(self.tokens), self.position, self.pending, self._call)
+        live = max(1, len(self.tokens))
+        if into is None:
+            into = Snapshot(
+                counters,
+                tuple(self._allocate_copy(pair, live, kv) for pair, _ in self._states),
+                tuple(self.memory.allocate(b.spec) for b in self._features()),
+            )
+        for (pair, buffers), copy in zip(self._states, into.buffers, strict=True):
+            if copy is not None:
+                _copy_state(copy, buffers[self.parity], pair, live)
+        for copy, buffer in zip(into.outputs, self._features(), strict=True):
+            copy.copy_from(buffer)
+        return Snapshot(counters, into.buffers, into.outputs)
+
+    def rollback(self, snapshot: Snapshot) -> None:
+        """Stand where `snapshot` was taken, whatever has happened since, `reset` included.
+
+        Raises:
+            InputError: The snapshot was taken from a cache of other states or sizes.
+        """
+        if not self._fits(snapshot):
+            raise InputError("this snapshot was taken on a chain of another bundle or drafter")
+        live = max(1, len(snapshot.counters.tokens))
+        for (pair, buffers), copy in zip(self._states, snapshot.buffers, strict=True):
+            if copy is None:
+                continue
+            if pair.rows_axis is not None:
+                buffers[self.parity].zero()  # rows of another branch: a NaN there would spread
+            _copy_state(buffers[self.parity], copy, pair, live)
+        for copy, buffer in zip(snapshot.outputs, self._features(), strict=True):
+            buffer.copy_from(copy)
+        self._stand(snapshot.counters)
+
+    def _stand(self, counters: Counters) -> None:
+        self.tokens = list(counters.tokens)
+        self.position, self.pending, self._call = (
+            counters.position,
+            counters.pending,
+            counters.call,
+        )
+        self._before = None
+
+    def _add(self, pairs: Sequence[StatePair]) -> list[tuple[StatePair, tuple[Buffer, Buffer]]]:
+        added = []
+        for pair in pairs:
+            source, target = pair.tensors
+            buffer = self.memory.allocate(source)
+            other = buffer if pair.in_place else self.memory.allocate(target)
+            added.append((pair, (buffer, other)))
+        self._states += added
+        return added
+
+    def _features(self) -> list[Buffer]:
+        outputs = self.outputs[self.parity]
+        return [outputs[name] for name in FEATURES if name in outputs]
+
+    def _allocate_copy(self, pair: StatePair, live: int, kv: bool) -> Buffer | None:
+        shape = list(pair.shape)
+        if pair.rows_axis is not None:
+            if not kv:
+                return None
+            shape[pair.rows_axis] = live
+        return self.memory.allocate(TensorSpec(pair.input, pair.dtype, tuple(shape)))
+
+    def _fits(self, snapshot: Snapshot) -> bool:
+        if len(snapshot.buffers) != len(self._states):
+            return False
+        live = max(1, len(snapshot.counters.tokens))
+        for (pair, _), copy in zip(self._states, snapshot.buffers, strict=True):
+            shape = list(pair.shape)
+            if pair.rows_axis is not None:
+                shape[pair.rows_axis] = live
+            if copy and (copy.spec.dtype, copy.spec.shape) != (pair.dtype, tuple(shape)):
+                return False
+        return len(snapshot.counters.tokens) <= self.capacity
+
+
+def _copy_state(target: Buffer, source: Buffer, pair: StatePair, live: int) -> None:
+    """Copy a whole state, or the `live` rows of a KV cache."""
+    if pair.rows_axis is None:
+        target.copy_from(source)
+    else:
+        target.copy_from(source, live, axis=pair.rows_axis)

@@ -1,0 +1,353 @@
+"""The greedy chain: draft a few tokens, let the trunk judge them all in one call, keep the prefix.
+
+`Chain._round` is the algorithm. Every token emitted is the trunk's own greedy choice, so the output
+is that of plain decoding whatever the drafter says; plain decoding is the same loop with no drafts.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime.cache import Cache, Snapshot
+from eagle_chain.runtime.drafters import Drafter, NoDrafter
+from eagle_chain.runtime.session import Session
+from eagle_chain.runtime.stats import Result, Round, Stats
+
+Rollback = Literal["log", "replay"]
+PLAIN = NoDrafter()
+
+
+class Chain:
+    """Greedy decoding of one sequence at a time over a trunk, its cache and a drafter.
+
+    Args:
+        trunk: The trunk's session; several chains may share it.
+        cache: This chain's own cache.
+        drafter: Guesses for this cache.
+        vocab_size: Ids are 0..vocab_size - 1.
+        stop_ids: Ids that end a request unless it names its own.
+        rollback: "log" rejects rows by not counting them; "replay" copies the states before each
+            call that checks drafts, copies them back and runs the accepted tokens again.
+    """
+
+    def __init__(
+        self,
+        trunk: Session,
+        cache: Cache,
+        drafter: Drafter = PLAIN,
+        *,
+        vocab_size: int,
+        stop_ids: Collection[int] = (),
+        rollback: Rollback = "log",
+    ) -> None:
+        if rollback not in ("log", "replay"):
+            raise InputError(f"rollback is {rollback!r}, expected 'log' or 'replay'")
+        self.cache = cache
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self.stop_ids = frozenset(stop_ids)
+        self._replay = rollback == "replay"
+        self._trunk = [trunk.bind(cache.tensors(parity)) for parity in (0, 1)]
+        self._before: Snapshot | None = None
+        self._lock = threading.Lock()
+        self._request: object = None
+
+    def stream(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        k: int | None = None,
+        stop_ids: Collection[int] | None = None,
+        append: bool = False,
+    ) -> Iterator[int]:
+        """Yield tokens one by one.
+
+        A consumer that stops early leaves the chain with exactly the tokens it has seen: the last
+        of them is `cache.pending`, the others and the prompt are `cache.tokens`.
+
+        Args:
+            ids: The prompt, at least one id; prompt and new tokens fit in the capacity.
+            max_new_tokens: Budget; None is as many as fit.
+            k: Drafts per round, below the width; None is width - 1, 0 decodes plainly and leaves
+                the drafter out, so that a later request that appends finds a gap in its KV.
+            stop_ids: Ids that end the request, themselves emitted; None is the chain's own.
+            append: Keep the sequence in the cache and put `ids` behind `cache.tokens`. To go on
+                from the last token emitted, begin with `cache.pending`.
+
+        Raises:
+            InputError: The arguments do not fit; raised at once, nothing has run.
+            FloatingPointError: The trunk's logits at a position are not finite; what was emitted
+                before stands, the cache holds it.
+            RuntimeError: The chain is in use by another thread, or has begun another request.
+        """
+        request = object()
+        rounds = self._checked(request, ids, max_new_tokens, k, stop_ids, append)
+        return self._tokens(request, rounds)
+
+    def rounds(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        k: int | None = None,
+        stop_ids: Collection[int] | None = None,
+        append: bool = False,
+    ) -> Iterator[Round]:
+        """Yield a request round by round, the prompt first; arguments and errors as in `stream`."""
+        return self._checked(object(), ids, max_new_tokens, k, stop_ids, append)
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        k: int | None = None,
+        stop_ids: Collection[int] | None = None,
+        append: bool = False,
+    ) -> Result:
+        """Run a request to its end; arguments and errors as in `stream`."""
+        stats, tokens, reason = Stats(), list[int](), ""
+        for round in self._checked(object(), ids, max_new_tokens, k, stop_ids, append):
+            stats.add(round)
+            tokens += round.tokens
+            reason = round.finish_reason or reason
+        return Result(tokens, reason, stats)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Put tokens behind `cache.tokens` without emitting any; `cache.pending` is what follows.
+
+        Raises:
+            InputError: The ids do not fit.
+            FloatingPointError: As in `stream`.
+            RuntimeError: The chain is in use by another thread.
+        """
+        prompt = self._check_prompt(ids, append=True)
+        with self._turn(object(), begin=True):
+            self._feed(prompt, self.cache.width, self.drafter)
+
+    def reset(self) -> None:
+        """Empty the cache; ends any request that is still open."""
+        with self._turn(object(), begin=True):
+            self.cache.reset()
+
+    def snapshot(self) -> Snapshot:
+        """Copy the sequence as it stands, to branch from it later."""
+        with self._turn(self._request):
+            return self.cache.snapshot()
+
+    def rollback(self, snapshot: Snapshot) -> None:
+        """Stand where `snapshot` was taken; ends any request that is still open."""
+        with self._turn(object(), begin=True):
+            self.cache.rollback(snapshot)
+
+    def _checked(
+        self,
+        request: object,
+        ids: Sequence[int],
+        max_new_tokens: int | None,
+        k: int | None,
+        stop_ids: Collection[int] | None,
+        append: bool,
+    ) -> Iterator[Round]:
+        """Refuse bad arguments before anything runs, then hand over to the generator."""
+        prompt = self._check_prompt(ids, append)
+        most = self.cache.width - 1
+        k = most if k is None else _whole("k", k)
+        if not 0 <= k <= most:
+            raise InputError(
+                f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
+                "one row for the pending token and one per draft"
+            )
+        if max_new_tokens is not None and _whole("max_new_tokens", max_new_tokens) < 0:
+            raise InputError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
+        stops = self.stop_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
+        return self._rounds(request, prompt, max_new_tokens, k, stops, append)
+
+    def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
+        prompt = _ids("the prompt", ids)
+        if not prompt:
+            raise InputError("the prompt is empty: decoding starts from at least one token")
+        wrong = [i for i in prompt if not 0 <= i < self.vocab_size]
+        if wrong:
+            raise InputError(
+                f"token id {wrong[0]} in the prompt is outside the vocabulary, "
+                f"0 to {self.vocab_size - 1}"
+            )
+        held = len(self.cache.tokens) if append else 0
+        if held + len(prompt) > self.cache.capacity:
+            behind = f" behind {held} cached ones" if held else ""
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens{behind}, but the bundle's capacity is "
+                f"{self.cache.capacity}: shorten it or export with a larger --capacity"
+            )
+        return prompt
+
+    def _rounds(
+        self,
+        request: object,
+        prompt: list[int],
+        max_new_tokens: int | None,
+        k: int,
+        stops: frozenset[int],
+        append: bool,
+    ) -> Iterator[Round]:
+        cache, drafter = self.cache, self.drafter if k else PLAIN
+        with self._turn(request, begin=True):
+            start = time.perf_counter()
+            if append:
+                self._check_prompt(prompt, append)  # another request may have run since
+            else:
+                cache.reset()
+            calls = self._feed(prompt, cache.width, drafter)
+            seconds = time.perf_counter() - start
+        room, out_of_room = cache.capacity - len(cache.tokens), "capacity"
+        if max_new_tokens is not None and max_new_tokens <= room:
+            room, out_of_room = max_new_tokens, "length"
+        assert cache.pending is not None, "a prompt leaves a pending token"
+        tokens = cut([cache.pending], room, stops)
+        reason = _finish(tokens, room, stops, out_of_room)
+        yield Round(tokens, 0, 0, len(prompt), calls, seconds, 0.0, reason)
+        while reason is None:
+            room -= len(tokens)
+            with self._turn(request):
+                start = time.perf_counter()
+                drafts = drafter.propose(tokens[-1], min(k, room - 1))
+                drafted = time.perf_counter()
+                tokens, accepted, calls = self._round([tokens[-1], *drafts], room, stops)
+                end = time.perf_counter()
+            reason = _finish(tokens, room, stops, out_of_room)
+            times = (end - start, drafted - start)
+            yield Round(tokens, len(drafts), accepted, 0, calls, *times, reason)
+
+    def _round(
+        self, ids: list[int], room: int, stops: frozenset[int]
+    ) -> tuple[tuple[int, ...], int, int]:
+        """Let the trunk judge the drafts behind the pending token, and keep what it would choose.
+
+        Args:
+            ids: The pending token, then its drafts.
+            room: How many tokens may still be emitted.
+            stops: A token of these is the last.
+
+        Returns:
+            The tokens that are now settled, how many of them were drafts, the trunk calls made.
+        """
+        cache, replay, calls = self.cache, self._replay, 1
+        if replay:
+            self._before = cache.snapshot(kv=False, into=self._before)
+        next_ids, accepted = self._call(ids)
+        tokens = cut(next_ids[: accepted + 1], room, stops)
+        if not tokens:  # also what a draft whose values are not finite does to the rows before it
+            cache.undo()
+            if len(ids) == 1:
+                raise FloatingPointError(self._not_finite())
+            tokens, accepted, calls = self._round(ids[:1], room, stops)
+            return tokens, accepted, calls + 1
+        if replay and self._before and len(tokens) < len(ids):
+            cache.rollback(self._before)
+            self._call(ids[: len(tokens)])
+            calls = 2
+        cache.commit(len(tokens), tokens[-1])
+        return tokens, min(accepted, len(tokens)), calls
+
+    def _feed(self, prompt: list[int], rows: int, drafter: Drafter) -> int:
+        """Feed a prompt behind the cache, `rows` tokens at a time; returns the trunk calls."""
+        cache, calls = self.cache, 0
+        for start in range(0, len(prompt), rows):
+            ids = prompt[start : start + rows]
+            drafter.observe(ids[0])  # follows the rows of the call before
+            next_ids, _ = self._call(ids)
+            calls += 1
+            if -1 not in next_ids[: len(ids)]:
+                cache.commit(len(ids), next_ids[len(ids) - 1])
+                continue
+            cache.undo()
+            if len(ids) == 1:
+                raise FloatingPointError(self._not_finite())
+            calls += self._feed(ids, 1, drafter)  # one at a time, to find the token
+        return calls
+
+    def _call(self, ids: list[int]) -> tuple[list[int], int]:
+        """Run the trunk once; returns its choice after each row and how many drafts it confirms."""
+        cache = self.cache
+        cache.feed(ids)
+        self._trunk[cache.parity].run()
+        cache.advance(ids)
+        outputs = cache.outputs[cache.parity]
+        return outputs["next_ids"].read().tolist(), int(outputs["accepted"].read()[0])
+
+    def _not_finite(self) -> str:
+        return (
+            f"the trunk's logits at position {len(self.cache.tokens)} are not finite: a weight or "
+            "an activation overflows; the tokens before it are in the cache"
+        )
+
+    def _tokens(self, request: object, rounds: Iterator[Round]) -> Iterator[int]:
+        for round in rounds:
+            for taken, token in enumerate(round.tokens, 1):
+                if len(round.tokens) > 1:  # the rest waits in the cache until it has been seen
+                    with self._turn(request):
+                        self.cache.commit(taken, token)
+                yield token
+
+    @contextmanager
+    def _turn(self, request: object, begin: bool = False) -> Iterator[None]:
+        """Own the chain for one step of a request; `begin` makes it the current request."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this chain is in use by another thread: give each thread a chain of its own, "
+                "they can share the sessions"
+            )
+        try:
+            if begin:
+                self._request = request
+            elif self._request is not request:
+                raise RuntimeError("this request is over: its chain has begun another one")
+            yield
+        finally:
+            self._lock.release()
+
+
+def cut(choices: Sequence[int], room: int, stops: frozenset[int]) -> tuple[int, ...]:
+    """Return the choices to emit: up to the first stop id, `room` at most, numbers only.
+
+    A choice of -1 stands for logits that are not finite; what comes before it is still good.
+    """
+    tokens: list[int] = []
+    for token in choices[:room]:
+        if token == -1:
+            break
+        tokens.append(token)
+        if token in stops:
+            break
+    return tuple(tokens)
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}, expected a whole number") from None
+
+
+def _ids(name: str, values: Collection[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise InputError(f"{name} must be a sequence of token ids: {error}") from None
+
+
+def _finish(
+    tokens: Sequence[int], room: int, stops: frozenset[int], out_of_room: str
+) -> str | None:
+    """Return why the request ends with these tokens, None if it goes on."""
+    if tokens and tokens[-1] in stops:
+        return "eos"
+    return out_of_room if len(tokens) == room else None

@@ -1,0 +1,107 @@
+"""The command `generate`: continue a text with a bundle, streaming it as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.outcome import Outcome
+from eagle_chain.runtime.answer import answer, printable
+from eagle_chain.runtime.load import BACKENDS, DRAFTERS, open_engines
+from eagle_chain.runtime.tokenizer import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `eagle-chain generate` takes."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue (standard input)")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file with that text")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="take the text as a user's message and put it into the model's chat template",
+    )
+    parser.add_argument(
+        "--drafter", choices=DRAFTERS, help="who guesses (eagle; none decodes plainly)"
+    )
+    parser.add_argument("-k", type=int, help="guesses per trunk pass (as many as the bundle has)")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=256, help="most tokens to add (256)"
+    )
+    parser.add_argument(
+        "--draft-kv",
+        choices=("kept", "scratch"),
+        default="kept",
+        help="whether the draft remembers the sequence or starts over in each round (kept)",
+    )
+    parser.add_argument(
+        "--rollback",
+        choices=("log", "replay"),
+        default="log",
+        help="how rejected tokens leave the states: by a log, or by running the rest again (log)",
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what runs it (auto)")
+    parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="decode plainly too and fail if a single token differs",
+    )
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Answer one prompt; with --check a token that differs from plain greedy fails."""
+    text = _prompt(arguments.prompt, arguments.prompt_file)
+    engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
+    chain = engines.chain(
+        drafter=arguments.drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback
+    )
+    tokenizer = Tokenizer(arguments.bundle)
+    if arguments.chat:
+        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+    else:
+        prompt = tokenizer.encode(text)
+
+    def show(piece: str, drafted: bool) -> None:
+        print(printable(piece), end="", flush=True)
+
+    given = answer(
+        chain,
+        tokenizer,
+        prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        k=arguments.k,
+        check=arguments.check,
+        show=show,
+    )
+    print()
+    checked = {None: "", True: "; exact", False: ""}[given.exact]
+    print(f"[{given.summary()}{checked}]", file=sys.stderr)
+    for warning in given.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    return Outcome(given.to_json(), passed=given.exact is not False)
+
+
+def _prompt(text: str | None, file: Path | None) -> str:
+    """The text to continue, from the argument, a file or standard input, as it is."""
+    if text is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError("--prompt is not UTF-8 text; put it into a UTF-8 file") from None
+        return text
+    if file is None and sys.stdin.isatty():
+        raise InputError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in")
+    where = "standard input" if file is None else str(file)
+    try:
+        content = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{where}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where}: is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None

@@ -1,0 +1,146 @@
+"""From a bundle on disk to a chain: which sessions, which drafter, which defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import FLAVOURS
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.runtime import trt
+from eagle_chain.runtime.buffers import HostMemory, Memory
+from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.chain import Chain, Rollback
+from eagle_chain.runtime.drafters import Drafter, DraftKV, EagleDrafter, NoDrafter
+from eagle_chain.runtime.ort import OrtSession
+from eagle_chain.runtime.session import Session
+from eagle_chain.runtime.tokenizer import stop_token_ids
+
+Backend = Literal["auto", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
+DrafterName = Literal["eagle", "none"]
+BACKENDS: tuple[Backend, ...] = (
+    "auto",
+    "onnxruntime-cpu",
+    "onnxruntime-cuda",
+    "tensorrt",
+    "tensorrt-rtx",
+)
+DRAFTERS: tuple[DrafterName, ...] = ("eagle", "none")
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The loaded engines of a bundle; any number of chains may run on them."""
+
+    manifest: Manifest
+    backend: str
+    memory: Memory
+    sessions: dict[str, Session]
+    stop_ids: frozenset[int]  # ends of text of the trunk's config, end of turn of the tokenizer
+
+    def chain(
+        self,
+        *,
+        drafter: DrafterName | None = None,
+        draft_kv: DraftKV = "kept",
+        rollback: Rollback = "log",
+    ) -> Chain:
+        """Make a chain with a cache of its own.
+
+        Args:
+            drafter: "eagle", or "none" to decode plainly; None is the draft of the bundle, if any.
+            draft_kv: "kept" over the whole sequence, or "scratch" per round.
+            rollback: "log" or "replay", see `Chain`.
+
+        Raises:
+            InputError: There is no such drafter or option, or no draft in the bundle.
+        """
+        cache = Cache(self.sessions["trunk"].spec, self.memory, self.manifest.options.capacity)
+        return Chain(
+            self.sessions["trunk"],
+            cache,
+            self._drafter(cache, drafter, draft_kv),
+            vocab_size=self.manifest.trunk.vocab_size,
+            stop_ids=self.stop_ids,
+            rollback=rollback,
+        )
+
+    def _drafter(self, cache: Cache, name: DrafterName | None, draft_kv: DraftKV) -> Drafter:
+        if name is None:
+            name = "eagle" if self.manifest.draft else "none"
+        if name == "none":
+            return NoDrafter()
+        if name != "eagle":
+            raise InputError(f"drafter is {name!r}, expected one of {', '.join(DRAFTERS)}")
+        if not self.manifest.draft:
+            raise InputError("this bundle holds no draft: export it with one, or use drafter none")
+        s = self.sessions
+        return EagleDrafter(cache, s["encoder"], s["draft"], s["draft_step"], draft_kv)
+
+
+def load(
+    bundle: str | os.PathLike[str],
+    backend: Backend = "auto",
+    *,
+    drafter: DrafterName | None = None,
+    draft_kv: DraftKV = "kept",
+    rollback: Rollback = "log",
+    threads: int | None = None,
+) -> Chain:
+    """Load a bundle and make a chain on it.
+
+    Args:
+        bundle: The folder that `eagle-chain export` wrote.
+        backend: "auto" takes the best that runs here.
+        drafter: As in `Engines.chain`, like the next two.
+        draft_kv: See there.
+        rollback: See there.
+        threads: CPU threads of one operator; None leaves it to the backend.
+
+    Raises:
+        InputError: The bundle is not whole, does not suit the backend, or an option does not exist.
+    """
+    engines = open_engines(bundle, backend, threads=threads)
+    return engines.chain(drafter=drafter, draft_kv=draft_kv, rollback=rollback)
+
+
+def open_engines(
+    bundle: str | os.PathLike[str], backend: Backend = "auto", *, threads: int | None = None
+) -> Engines:
+    """Load the engines of a bundle once, for several chains; arguments and errors as in `load`."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    if threads is not None and threads < 1:
+        raise InputError(f"threads is {threads}, expected 1 or more")
+    folder = Path(bundle)
+    manifest = Manifest.load(folder)
+    stop_ids = stop_token_ids(folder) | set(manifest.trunk.eos_ids)
+    if backend == "auto":
+        backend = _best(manifest)
+    if backend in FLAVOURS:
+        return Engines(manifest, backend, *trt.open_sessions(folder, manifest, backend), stop_ids)
+    if backend != "onnxruntime-cpu":
+        raise InputError(f"backend {backend} is not available yet: use onnxruntime-cpu")
+    if manifest.options.dtype == "bf16":
+        raise InputError(
+            f"{folder}: was exported as bf16, which ONNX Runtime has no CPU kernels for; "
+            "export it again with --dtype fp32"
+        )
+    memory = HostMemory()
+    sessions: dict[str, Session] = {
+        name: OrtSession(folder / f"{name}.onnx", spec, memory, manifest.files, threads=threads)
+        for name, spec in manifest.specs.items()
+    }
+    return Engines(manifest, backend, memory, sessions, stop_ids)
+
+
+def _best(manifest: Manifest) -> Backend:
+    """The fastest backend that this bundle has something for and this machine can run."""
+    if trt.serves(manifest, "tensorrt"):
+        return "tensorrt"
+    if trt.serves(manifest, "tensorrt-rtx"):
+        return "tensorrt-rtx"
+    return "onnxruntime-cpu"

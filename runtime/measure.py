@@ -1,0 +1,181 @@
+"""Clocks over device work, and what the work must at least move: medians, spread, bytes, floors."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_chain.engines.derived import Derived
+from eagle_chain.engines.spec import ITEM_BYTES, EngineSpec, StatePair, TensorSpec
+from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer, Memory
+from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory
+
+POOL = 1 << 24  # random values that all random tensors are cut from
+SPREAD = 0.02  # standard deviation of random weights
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times of one piece of work, in milliseconds."""
+
+    times: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The 10th and the 90th percentile."""
+        low, high = np.percentile(self.times, [10, 90])
+        return float(low), float(high)
+
+    def to_json(self) -> dict[str, Any]:
+        """Median and spread."""
+        low, high = self.spread
+        return {"median_ms": self.median, "p10_ms": low, "p90_ms": high, "runs": len(self.times)}
+
+
+def clock(memory: Memory, work: Callable[[], object], runs: int = 50, warm_up: int = 5) -> Clock:
+    """Time `work` run by run: device time between events on a GPU, wall time on the host."""
+    for _ in range(warm_up):
+        work()
+    if not isinstance(memory, CudaMemory):
+        times = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - start) * 1e3)
+        return Clock(tuple(times))
+    memory.synchronize()
+    marks = [(memory.event(), memory.event()) for _ in range(runs)]
+    for before, after in marks:
+        before.record()
+        work()
+        after.record()
+    memory.synchronize()
+    return Clock(tuple(after.milliseconds_since(before) for before, after in marks))
+
+
+def host_time(memory: Memory, work: Callable[[], object], runs: int = 50) -> float:
+    """Median wall time, in milliseconds, that the host needs to queue `work`."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - start) * 1e3)
+        if isinstance(memory, CudaMemory):
+            memory.synchronize()
+    return statistics.median(times)
+
+
+def copy_bandwidth(memory: CudaMemory, nbytes: int = 1 << 31) -> float:
+    """Bytes read and written per second by a copy on the device."""
+    source, target = (memory.allocate(TensorSpec(n, "int32", (nbytes // 4,))) for n in "ab")
+    took = clock(memory, lambda: target.copy_from(source), 20)
+    return 2 * nbytes / took.median * 1e3
+
+
+def random_tensors(
+    specs: Iterable[TensorSpec], memory: Memory, seed: int = 0
+) -> dict[TensorSpec, Buffer]:
+    """Random weights made on the device: normal values, norms near what they are in a model."""
+    random = np.random.default_rng(seed)
+    pools: dict[tuple[str, float, float], Buffer] = {}
+    made: dict[TensorSpec, Buffer] = {}
+    for spec in specs:
+        if spec in made:
+            continue
+        buffer = made[spec] = memory.allocate(spec)
+        if spec.dtype == "int32":
+            continue  # draft to target ids: zero offsets
+        key = (spec.dtype, *_distribution(spec))
+        count = spec.nbytes // ITEM_BYTES[spec.dtype]
+        if not isinstance(buffer, CudaBuffer) or count < POOL // 64:
+            buffer.write(_normal(random, spec.shape, *key))
+            continue
+        if key not in pools:
+            pools[key] = memory.allocate(TensorSpec("pool", spec.dtype, (POOL,)))
+            pools[key].write(_normal(random, (POOL,), *key))
+        _fill(buffer, pools[key], random)
+    return made
+
+
+def _distribution(spec: TensorSpec) -> tuple[float, float]:
+    """Mean and standard deviation of a weight by its name."""
+    form = Derived.parse(spec.name)
+    name = form.sources[0] if form else spec.name
+    if "norm" not in name:
+        return 0.0, SPREAD if len(spec.shape) > 1 else 0.5
+    plain = name.startswith("draft.") or "linear_attn.norm" in name
+    return (1.0 if plain or (form and form.offset) else 0.0), 0.1
+
+
+def _normal(
+    random: np.random.Generator, shape: Sequence[int], dtype: str, mean: float, spread: float
+) -> NDArray[Any]:
+    values = random.standard_normal(shape, np.float32) * np.float32(spread) + np.float32(mean)
+    if dtype == "bf16":
+        bits: NDArray[Any] = (values.view(np.uint32) >> 16).astype(np.uint16)
+        return bits
+    return values.astype(NUMPY_DTYPES[dtype])
+
+
+def _fill(buffer: CudaBuffer, pool: Buffer, random: np.random.Generator) -> None:
+    """Cover a buffer with pieces of the pool from random places."""
+    item = ITEM_BYTES[buffer.spec.dtype]
+    done, total = 0, buffer.spec.nbytes
+    while done < total:
+        start = int(random.integers(0, POOL // 2)) // 8 * 8
+        size = min(total - done, (POOL - start) * item)
+        buffer.memory.copy(buffer.address + done, pool.address + start * item, size)
+        done += size
+
+
+def weight_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of weights that one call reads: all of them but the embedding, of which it reads rows."""
+    return sum(s.nbytes for s in specs if s.name != "embed_tokens.weight")
+
+
+def state_bytes(spec: EngineSpec, position: int) -> int:
+    """Bytes of states that one call moves: KV rows read up to `position`, the others read, written."""
+    total = 0
+    for pair in spec.states:
+        size = pair.tensors[0].nbytes
+        if pair.rows_axis is not None:
+            total += size // pair.shape[pair.rows_axis] * position
+        elif ".window" in pair.input or pair.input.endswith(".S"):
+            total += 2 * size
+    return total
+
+
+def fill_states(states: Iterable[tuple[StatePair, Buffer, Buffer]], seed: int = 1) -> None:
+    """Put random values into every state: zeros can run faster than data."""
+    random = np.random.default_rng(seed)
+    pools: dict[str, Buffer] = {}
+    for pair, *buffers in states:
+        spec = pair.tensors[0]
+        count = spec.nbytes // ITEM_BYTES[spec.dtype]
+        for buffer in set(buffers):
+            if isinstance(buffer, CudaBuffer) and count >= POOL // 64:
+                if spec.dtype not in pools:
+                    pool = pools[spec.dtype] = buffer.memory.allocate(
+                        TensorSpec("pool", spec.dtype, (POOL,))
+                    )
+                    pool.write(_normal(random, (POOL,), spec.dtype, 0.0, 0.5))
+                _fill(buffer, pools[spec.dtype], random)
+            else:
+                buffer.write(_normal(random, spec.shape, spec.dtype, 0.5, 0.1))
+
+
+def share(parts: Mapping[str, float]) -> dict[str, float]:
+    """Each part over the sum of all."""
+    total = sum(parts.values())
+    return {name: value / total for name, value in parts.items()}

@@ -1,0 +1,165 @@
+"""ONNX Runtime sessions over preallocated buffers; the only file here that imports onnxruntime."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.spec import EngineSpec, TensorSpec
+from eagle_chain.runtime.buffers import Buffer, Memory
+from eagle_chain.runtime.session import check_tensors
+
+CPU = ("CPUExecutionProvider",)
+ELEMENT_TYPES: dict[str, Any] = {  # what a binding calls them: NumPy's, or ONNX's number
+    "fp32": np.float32,
+    "fp16": np.float16,
+    "bf16": 16,
+    "int32": np.int32,
+}
+SPEC_DTYPES = {
+    "tensor(float)": "fp32",
+    "tensor(float16)": "fp16",
+    "tensor(bfloat16)": "bf16",
+    "tensor(int32)": "int32",
+}
+
+
+class OrtSession:
+    """One engine of a bundle on ONNX Runtime.
+
+    Args:
+        graph: The .onnx file.
+        spec: What the manifest says it takes and gives.
+        memory: Where its buffers live; its device must be the provider's.
+        weights: The external-data locations of the graph, relative to its folder.
+        threads: Of one operator; None leaves it to ONNX Runtime.
+        providers: Execution providers, as ONNX Runtime takes them.
+
+    Raises:
+        InputError: onnxruntime is missing, cannot load the graph, or finds another interface in it.
+    """
+
+    def __init__(
+        self,
+        graph: Path,
+        spec: EngineSpec,
+        memory: Memory,
+        weights: Iterable[str],
+        *,
+        threads: int | None = None,
+        providers: Sequence[Any] = CPU,
+    ) -> None:
+        ort = onnxruntime()
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or 0
+        # idle threads of one session would spin on the cores that the next session needs
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3  # warnings are about our choice of operators
+        graph = graph.resolve()
+        linked = {name: _mapped(graph.parent / name) for name in weights if _is_linked(graph, name)}
+        options.add_external_initializers_from_files_in_memory(
+            list(linked), list(linked.values()), [len(m) for m in linked.values()]
+        )
+        try:
+            self._session = ort.InferenceSession(str(graph), options, providers=list(providers))
+        except Exception as error:  # onnxruntime's own types have no common base
+            raise InputError(f"{graph}: ONNX Runtime cannot load it: {error}") from error
+        self.spec = spec
+        self.memory = memory
+        check_interface(graph, spec, self._session.get_inputs(), self._session.get_outputs())
+
+    def bind(self, tensors: Mapping[str, Buffer]) -> OrtBinding:
+        """Settle the address of every input and output."""
+        check_tensors(self.spec, self.memory, tensors)
+        return OrtBinding(self._session, self.spec, tensors)
+
+
+class OrtBinding:
+    """A session with all its addresses; keeps the buffers alive."""
+
+    def __init__(self, session: Any, spec: EngineSpec, tensors: Mapping[str, Buffer]) -> None:
+        self._session = session
+        self._buffers = tuple(tensors.values())
+        self._binding = session.io_binding()
+        for tensor in spec.all_inputs:
+            self._binding.bind_input(tensor.name, *_placed(tensor, tensors[tensor.name]))
+        for tensor in spec.all_outputs:
+            self._binding.bind_output(tensor.name, *_placed(tensor, tensors[tensor.name]))
+
+    def run(self) -> None:
+        """Run once; returns when the outputs are written."""
+        self._session.run_with_iobinding(self._binding)
+
+
+def onnxruntime() -> Any:
+    """The module, imported when first needed.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    try:
+        import onnxruntime as module  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError(
+            f"onnxruntime cannot be imported ({error}): pip install 'eagle-chain[cpu]'"
+        ) from None
+    return module
+
+
+def check_interface(
+    graph: Path, spec: EngineSpec, inputs: Iterable[Any], outputs: Iterable[Any]
+) -> None:
+    """Compare what ONNX Runtime found in a graph with the manifest's spec.
+
+    Raises:
+        InputError: Any name, dtype or shape differs; all of them are listed.
+    """
+    faults = []
+    for side, found, wanted in (
+        ("input", inputs, spec.all_inputs),
+        ("output", outputs, spec.all_outputs),
+    ):
+        got = {t.name: (SPEC_DTYPES.get(t.type, t.type), tuple(t.shape)) for t in found}
+        want = {t.name: (t.dtype, t.shape) for t in wanted}
+        for name in sorted(got.keys() | want.keys()):
+            if got.get(name) != want.get(name):
+                is_, should = _words(got.get(name)), _words(want.get(name))
+                faults.append(f"{side} {name} is {is_}, expected {should}")
+    if faults:
+        raise InputError(
+            f"{graph}: not the graph of this manifest, export again: {'; '.join(faults)}"
+        )
+
+
+def _words(tensor: tuple[str, tuple[Any, ...]] | None) -> str:
+    return f"{tensor[0]} {list(tensor[1])}" if tensor else "absent"
+
+
+def _placed(tensor: TensorSpec, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
+    """Device, its index, element type, shape and address, as a binding takes them."""
+    device, _, index = buffer.device.partition(":")
+    shape = list(tensor.shape)
+    return device, int(index or 0), ELEMENT_TYPES[tensor.dtype], shape, buffer.address
+
+
+def _is_linked(graph: Path, location: str) -> bool:
+    """Whether a location passes a symbolic link, which ONNX Runtime refuses.
+
+    Such a file is mapped here and handed over, and ONNX Runtime copies it; files that really lie in
+    the bundle it maps itself, and shares between sessions.
+    """
+    path = graph.parent / location
+    return path.resolve() != path
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: the weights cannot be read: {error}") from error

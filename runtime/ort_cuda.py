@@ -1,0 +1,140 @@
+"""ONNX Runtime on a GPU: every address settled, weights shared on the device, runs replayed.
+
+A session computes on the stream of its memory. Nothing of a run touches the host: the runs of several
+bindings, captured one after the other, make one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.spec import EngineSpec, TensorSpec
+from eagle_chain.runtime.buffers import Buffer
+from eagle_chain.runtime.cuda import CudaMemory, Replay
+from eagle_chain.runtime.ort import ELEMENT_TYPES, SPEC_DTYPES, onnxruntime
+from eagle_chain.runtime.session import check_tensors
+
+WARM_UP = 2  # plain runs before a capture: ONNX Runtime allocates and picks algorithms in them
+
+
+class OrtCudaSession:
+    """One engine on ONNX Runtime's CUDA provider.
+
+    Args:
+        model: The graph with its weights as inputs (`engines.bound.with_bound_weights`).
+        spec: What the bundle says it takes and gives.
+        memory: Where buffers live, and the stream that runs the engine.
+        library: The operators of the `ort-fused` profile, see `engines.kernel_library`.
+        graphs: Replay a binding as a CUDA graph once it is warm.
+        profile: Write ONNX Runtime's own profile to files of this prefix.
+
+    Raises:
+        InputError: onnxruntime has no CUDA provider, or cannot load the graph.
+    """
+
+    def __init__(
+        self,
+        model: bytes,
+        spec: EngineSpec,
+        memory: CudaMemory,
+        *,
+        library: Path | None = None,
+        graphs: bool = True,
+        profile: str | None = None,
+    ) -> None:
+        ort = onnxruntime()
+        if "CUDAExecutionProvider" not in ort.get_available_providers():
+            raise InputError(
+                "this onnxruntime has no CUDA provider: pip uninstall onnxruntime, then "
+                "pip install 'eagle-chain[gpu]'"
+            )
+        if hasattr(ort, "preload_dlls"):
+            ort.preload_dlls()  # cuBLAS and cuDNN of the nvidia-* wheels
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if profile is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = profile
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        provider = {
+            "device_id": str(memory.info.index),
+            "user_compute_stream": str(memory.stream),
+            "enable_cuda_graph": "0",  # captured from outside, together with other sessions
+            "use_tf32": "0",
+        }
+        try:
+            self._session = ort.InferenceSession(
+                model, options, providers=[("CUDAExecutionProvider", provider)]
+            )
+        except Exception as error:  # onnxruntime's own types have no common base
+            raise InputError(f"{spec.name}: ONNX Runtime cannot load it: {error}") from error
+        if self._session.get_providers()[0] != "CUDAExecutionProvider":
+            raise InputError(f"{spec.name}: ONNX Runtime could not start its CUDA provider")
+        self.spec = spec
+        self.memory = memory
+        self.graphs = graphs
+        known = {t.name for t in spec.all_inputs}
+        self.weights = tuple(
+            TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))
+            for t in self._session.get_inputs()
+            if t.name not in known
+        )
+        self.bound: dict[str, Buffer] = {}  # by name; filled by whoever uploads `weights`
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def bind(self, tensors: Mapping[str, Buffer]) -> OrtCudaBinding:
+        """Settle every address, those of the weights included."""
+        check_tensors(self.spec, self.memory, tensors)
+        missing = [t.name for t in self.weights if t.name not in self.bound]
+        if missing:
+            raise InputError(f"{self.spec.name}: weights not loaded: {', '.join(missing[:5])}")
+        return OrtCudaBinding(self, tensors)
+
+    def run(self, binding: Any) -> None:
+        """Queue one run."""
+        self._session.run_with_iobinding(binding, self._options)
+
+    def end_profile(self) -> str:
+        """Close ONNX Runtime's profile and return its file."""
+        path: str = self._session.end_profiling()
+        return path
+
+    def io_binding(self) -> Any:
+        """An empty binding."""
+        return self._session.io_binding()
+
+
+class OrtCudaBinding:
+    """A session with all its addresses; keeps the buffers alive."""
+
+    def __init__(self, session: OrtCudaSession, tensors: Mapping[str, Buffer]) -> None:
+        self._session = session
+        self._buffers = (*tensors.values(), *session.bound.values())
+        self._binding = session.io_binding()
+        spec, device = session.spec, session.memory.info.index
+        for tensor in (*spec.all_inputs, *session.weights):
+            buffer = tensors.get(tensor.name) or session.bound[tensor.name]
+            self._binding.bind_input(tensor.name, "cuda", device, *_placed(tensor, buffer))
+        for tensor in spec.all_outputs:
+            buffer = tensors[tensor.name]
+            self._binding.bind_output(tensor.name, "cuda", device, *_placed(tensor, buffer))
+        self._replay = Replay(session.memory, relaxed=True, warm_up=WARM_UP)
+
+    def run(self) -> None:
+        """Queue one run; from a captured graph once the session is warm."""
+        if self._session.graphs:
+            self._replay.run(None, self._queue)
+        else:
+            self._queue()
+
+    def _queue(self) -> None:
+        self._session.run(self._binding)
+
+
+def _placed(tensor: TensorSpec, buffer: Buffer) -> tuple[Any, list[int], int]:
+    return ELEMENT_TYPES[tensor.dtype], list(tensor.shape), buffer.address

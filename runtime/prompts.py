@@ -1,0 +1,117 @@
+"""Prompts cut out of a user's text: evenly spaced, each from one document, all of one length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime.tokenizer import Tokenizer
+
+FIELDS = ("text", "t")  # of a line of JSON lines, the first that is there
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of text, as one document or one per line."""
+
+    path: Path
+    sha256: str
+    kind: str  # "plain text" or "JSON lines"
+    documents: list[str]
+
+
+def read_text(path: Path) -> TextFile:
+    """Read plain text, or JSON lines: objects with the text in `text` or `t`.
+
+    A file is JSON lines if its name ends in .jsonl or its first line is such an object.
+
+    Raises:
+        InputError: It cannot be read, is not UTF-8, has a line that is no such object, or no text.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise InputError(f"{path}: has no text in it")
+    kind, documents = "plain text", [text]
+    if path.suffix == ".jsonl" or _document(lines[0][1]) is not None:
+        kind, documents = "JSON lines", []
+        for number, line in lines:
+            document = _document(line)
+            if document is None:
+                raise InputError(
+                    f'{path}: line {number} is not a JSON object with its text in "text" or "t"'
+                )
+            documents.append(document)
+    return TextFile(path, hashlib.sha256(content).hexdigest(), kind, documents)
+
+
+def _document(line: str) -> str | None:
+    """The text of one line of JSON lines; None if the line is something else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    text = next((value[f] for f in FIELDS if isinstance(value.get(f), str)), None)
+    return text and text.encode("utf-8", "replace").decode()  # JSON can spell lone surrogates
+
+
+def cut_prompts(
+    file: TextFile, tokenizer: Tokenizer, *, count: int, length: int, prefix: str = ""
+) -> list[list[int]]:
+    """Cut `count` prompts of `length` tokens, their starts evenly spaced over the text.
+
+    Args:
+        file: The text.
+        tokenizer: Makes the tokens, each document on its own.
+        count: How many.
+        length: Tokens of a prompt, those of the prefix included.
+        prefix: What every prompt begins with.
+
+    Raises:
+        InputError: The text is too short, or the prefix as long as a prompt.
+    """
+    head = tokenizer.encode(prefix) if prefix else []
+    span = length - len(head)
+    if span < 1:
+        raise InputError(
+            f"the prefix has {len(head)} tokens, which leaves nothing of a prompt of {length}: "
+            "ask for longer prompts"
+        )
+    documents = [tokenizer.encode(text) for text in file.documents]
+    places = [max(0, len(ids) - span + 1) for ids in documents]  # where a prompt can start
+    ends = list(accumulate(places))
+    if ends[-1] < count:
+        raise InputError(
+            f"{file.path}: has room for {ends[-1]} different prompts of {span} tokens "
+            f"({_longest(documents)}), {count} are asked for: give more text, or ask for fewer or "
+            "shorter prompts"
+        )
+    prompts = []
+    for i in range(count):
+        place = i * ends[-1] // count
+        document = bisect_right(ends, place)
+        start = place - (ends[document] - places[document])
+        prompts.append([*head, *documents[document][start : start + span]])
+    return prompts
+
+
+def _longest(documents: Sequence[Sequence[int]]) -> str:
+    longest = max(map(len, documents))
+    if len(documents) == 1:
+        return f"it has {longest} tokens"
+    return f"the longest of {len(documents)} documents has {longest}"

@@ -1,0 +1,190 @@
+"""Text to ids and back: the `tokenizers` library, text that streams, sandboxed chat templates."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from eagle_chain.engines.errors import InputError
+
+BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+HELD = 32  # tokens after which broken text is let through: it will not become whole any more
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Attributes:
+        stop_ids: The ids of its end tokens: `eos_token` of tokenizer_config.json, which for chat
+            models is the end of a turn.
+
+    Args:
+        folder: A bundle, or a folder with tokenizer.json.
+
+    Raises:
+        InputError: There is no tokenizer there, or it cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self.folder = tokenizer_folder(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; give token ids, or a bundle with a tokenizer")
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise InputError(f"{path}: not a tokenizer that can be read: {error}") from error
+        self._config = _config(self.folder)
+        self.stop_ids = stop_token_ids(self.folder)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text, with whatever the tokenizer puts around one."""
+        return list(self._backend.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of the ids; `special` shows special tokens."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
+
+    def stream(self, *, special: bool = False) -> TextStream:
+        """Start a text that arrives token by token."""
+        return TextStream(self, special)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Ids of a conversation with the opening of the next turn.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, oldest first.
+            **variables: Handed to the template, for example `enable_thinking=False`.
+
+        Raises:
+            InputError: There is no chat template, or it refuses these messages.
+        """
+        text = self.render_chat(messages, **variables)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The conversation as the template writes it; arguments and errors as in `encode_chat`."""
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        source = self._template()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {name: _text_of(self._config.get(name)) or "" for name in names}
+        given = {"messages": list(messages), "add_generation_prompt": True, **tokens, **variables}
+        try:
+            return environment.from_string(source).render(**given)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"{self.folder}: the chat template failed: {error}") from error
+
+    def _template(self) -> str:
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {t.get("name"): t.get("template") for t in template}.get("default")
+        if not isinstance(template, str):
+            raise InputError(
+                f"{self.folder}: has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json): give the whole prompt as text"
+            )
+        return template
+
+
+class TextStream:
+    """Text from tokens as they come: each piece is whole characters, all pieces make the text."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._ids: list[int] = []  # context, then what is not settled
+        self._context = 0
+        self._told = 0  # characters of the decoded ids that have been given out
+
+    def push(self, token: int) -> str:
+        """Return the characters that `token` completes, possibly none."""
+        self._ids.append(token)
+        text = self._text()
+        whole = text.rstrip(BROKEN)
+        if len(whole) == len(text) or len(self._ids) - self._context > HELD:
+            piece = text[self._told :]
+            del self._ids[: self._context]
+            self._context = len(self._ids)
+            self._told = len(self._text())
+            return piece
+        piece = whole[self._told :]
+        self._told = max(self._told, len(whole))
+        return piece
+
+    def end(self) -> str:
+        """Return what is left: broken characters that no token has completed."""
+        piece = self._text()[self._told :]
+        self._ids, self._context, self._told = [], 0, 0
+        return piece
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, special=self._special)
+
+
+def tokenizer_folder(folder: str | os.PathLike[str]) -> Path:
+    """Where the tokenizer files of a bundle or a checkpoint are."""
+    inside = Path(folder) / "tokenizer"
+    return inside if inside.is_dir() else Path(folder)
+
+
+def stop_token_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
+    """Id of the `eos_token` that tokenizer_config.json names; empty if there is none."""
+    folder = tokenizer_folder(folder)
+    name = _text_of(_config(folder).get("eos_token"))
+    path = folder / "tokenizer.json"
+    if name is None or not path.is_file():
+        return frozenset()
+    added = _json(path).get("added_tokens") or []
+    return frozenset(t["id"] for t in added if t.get("content") == name)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return _json(path) if path.is_file() else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return data
+
+
+def _text_of(token: Any) -> str | None:
+    """A special token is a string, or an object with its text in `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise ValueError(message)

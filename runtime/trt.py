@@ -1,0 +1,215 @@
+"""TensorRT sessions: plans over device buffers, one stream, addresses settled once.
+
+An engine is loaded once; every binding has an execution context of its own, so any number of chains
+share it. Contexts of one memory run in the order of its stream, hence they share their scratch
+space as well.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.compiler import check_io, engine_io, scratch_bytes
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import Flavour, load_flavour, logger
+from eagle_chain.engines.gpu import device_info
+from eagle_chain.engines.manifest import Manifest, Plan
+from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
+from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.spec import EngineSpec, TensorSpec
+from eagle_chain.runtime.buffers import Buffer
+from eagle_chain.runtime.cuda import CudaBuffer, CudaError, CudaMemory, Replay
+from eagle_chain.runtime.session import Session, check_tensors
+from eagle_chain.runtime.weights import upload
+
+
+class TrtEngine:
+    """A plan in device memory, and the weights that are bound to it.
+
+    Args:
+        flavour: The library that built it.
+        path: The plan.
+        plan: Its entry in the manifest.
+        spec: What the bundle says it takes and gives.
+        command: What builds it again, for errors.
+
+    Raises:
+        InputError: The plan is not the one that was built, does not load, or has another interface.
+    """
+
+    def __init__(
+        self, flavour: Flavour, path: Path, plan: Plan, spec: EngineSpec, command: str
+    ) -> None:
+        trt = flavour.trt
+        check_plan(path, plan, command)
+        self.flavour = flavour
+        self.spec = spec
+        self.log = logger(trt, lambda text: None)
+        self._runtime = trt.Runtime(self.log)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            self.engine = self._runtime.deserialize_cuda_engine(data)
+        if self.engine is None:
+            raise InputError(
+                f"{path}: TensorRT {flavour.version} cannot load it: {self.log.last_errors()}; "
+                f"build it again: {command}"
+            )
+        found = engine_io(trt, self.engine)
+        known = {t.name for t in spec.all_inputs}
+        self.weights = tuple(t for name, t in found[0].items() if name not in known)
+        inputs = (*spec.all_inputs, *(self.weights if plan.weights == "bound" else ()))
+        check_io(str(path), inputs, spec.all_outputs, found, "the plan")
+        self.bound: dict[str, CudaBuffer] = {}  # by name; filled by whoever uploads `weights`
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that a context uses while it runs."""
+        return scratch_bytes(self.engine)
+
+    def aliases(self) -> dict[str, str]:
+        """Output -> the input whose buffer it must be given (KV caches that TensorRT updates)."""
+        ask = getattr(self.engine, "get_aliased_input_tensor", None)
+        if ask is None:
+            return {}
+        found = ((pair.output, ask(pair.output)) for pair in self.spec.states)
+        return {output: source for output, source in found if source}
+
+    def context(self, scratch: CudaBuffer) -> Any:
+        """A new execution context that uses this scratch memory."""
+        trt, engine = self.flavour.trt, self.engine
+        self.log.errors.clear()
+        strategies = getattr(trt, "ExecutionContextAllocationStrategy", None)
+        if strategies is None:
+            context = engine.create_execution_context_without_device_memory()
+        else:
+            context = engine.create_execution_context(strategies.USER_MANAGED)
+        if context is None:
+            raise InputError(
+                f"{self.spec.name}: TensorRT cannot make an execution context, which needs memory "
+                f"on the GPU: {self.log.last_errors()}"
+            )
+        if hasattr(context, "set_device_memory"):
+            context.set_device_memory(scratch.address, scratch.spec.nbytes)
+        else:
+            context.device_memory = scratch.address
+        return context
+
+
+class TrtSession:
+    """An engine on the stream of one memory.
+
+    Args:
+        engine: May be shared by sessions on other streams.
+        memory: Where the buffers live, and the stream that runs the engine.
+        graphs: Replay a binding as a CUDA graph from its second run on.
+    """
+
+    def __init__(self, engine: TrtEngine, memory: CudaMemory, *, graphs: bool = True) -> None:
+        self.engine = engine
+        self.spec = engine.spec
+        self.memory = memory
+        self.graphs = graphs
+
+    def bind(self, tensors: Mapping[str, Buffer]) -> TrtBinding:
+        """Make an execution context and give it every address."""
+        check_tensors(self.spec, self.memory, tensors)
+        for output, source in self.engine.aliases().items():
+            if tensors[output].address != tensors[source].address:
+                raise InputError(
+                    f"{self.spec.name}: {output} is {source} updated in place: bind one buffer"
+                )
+        return TrtBinding(self, tensors)
+
+    def on(self, memory: CudaMemory) -> TrtSession:
+        """The same engine on another stream, for a chain that runs beside this one."""
+        return TrtSession(self.engine, memory, graphs=self.graphs)
+
+
+class TrtBinding:
+    """An execution context with all its addresses; keeps buffers and weights alive."""
+
+    def __init__(self, session: TrtSession, tensors: Mapping[str, Buffer]) -> None:
+        engine, memory = session.engine, session.memory
+        self._engine = engine
+        self._memory = memory
+        self._held: dict[str, Buffer] = {**engine.bound, **tensors}
+        self._scratch = memory.scratch(engine.scratch_bytes)
+        memory.cuda.activate()
+        self._context = engine.context(self._scratch)
+        for name, buffer in self._held.items():
+            if not self._context.set_tensor_address(name, buffer.address):
+                raise InputError(
+                    f"{session.spec.name}: TensorRT refuses the address of {name}: "
+                    f"{engine.log.last_errors()}"
+                )
+        self._replay = Replay(memory) if session.graphs else None
+
+    def run(self) -> None:
+        """Queue the engine on the memory's stream."""
+        if self._replay is None:
+            self._enqueue()
+        else:
+            self._replay.run(None, self._enqueue)
+
+    def _enqueue(self) -> None:
+        self._memory.cuda.activate()
+        if not self._context.execute_async_v3(self._memory.stream):
+            raise CudaError(
+                f"{self._engine.spec.name}: TensorRT did not run: {self._engine.log.last_errors()}"
+            )
+
+
+def open_sessions(
+    folder: Path, manifest: Manifest, backend: str, *, device: int = 0, graphs: bool = True
+) -> tuple[CudaMemory, dict[str, Session]]:
+    """Load all plans of a bundle for this machine and upload the weights they share.
+
+    Args:
+        folder: The bundle.
+        manifest: Its manifest.
+        backend: tensorrt or tensorrt-rtx.
+        device: Which GPU.
+        graphs: See `TrtSession`.
+
+    Raises:
+        InputError: TensorRT or a GPU is missing, there are no plans for them, a plan was changed,
+            or the weights do not fit.
+    """
+    flavour = load_flavour(backend)
+    memory = CudaMemory(device)
+    target = machine(flavour, memory.info)
+    plans = find_plans(folder, manifest, target)
+    command = build_command(folder, target)
+    engines = {
+        name: TrtEngine(flavour, path, plan, manifest.specs[name], command)
+        for name, (path, plan) in plans.items()
+    }
+    wanted = {spec for engine in engines.values() for spec in engine.weights}
+    _check_room(memory, wanted)
+    uploaded = upload(folder, manifest.weights, sorted(wanted, key=lambda t: t.name), memory)
+    for engine in engines.values():
+        engine.bound = {spec.name: uploaded[spec] for spec in engine.weights}
+    memory.scratch(max(engine.scratch_bytes for engine in engines.values()))
+    return memory, {n: TrtSession(e, memory, graphs=graphs) for n, e in engines.items()}
+
+
+def serves(manifest: Manifest, backend: str) -> bool:
+    """Whether TensorRT and a GPU are here, and the bundle has plans for them."""
+    if not any(plan.flavour == backend for plan in manifest.plans.values()):
+        return False
+    try:
+        target = machine(load_flavour(backend), device_info())
+    except InputError:
+        return False
+    return any(target.runs(plan) for plan in manifest.plans.values())
+
+
+def _check_room(memory: CudaMemory, weights: set[TensorSpec]) -> None:
+    needed, free = sum(spec.nbytes for spec in weights), memory.free_bytes()
+    if needed > free:
+        raise InputError(
+            f"the weights take {human_bytes(needed)} on the GPU, {memory.info.name} has "
+            f"{human_bytes(free)} of {human_bytes(memory.info.total_bytes)} free"
+        )

@@ -1,0 +1,586 @@
+"""The command `build`: every graph through TensorRT-RTX's own parser and builder, and its errors.
+
+TensorRT-RTX builds ahead of time without a GPU, so what it accepts here it accepts anywhere; its
+plans cannot run here. A stand-in for TensorRT serves for what must go wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from eagle_chain.engines import flavours
+from eagle_chain.engines.build import Recipe, is_built
+from eagle_chain.engines.cli import main
+from eagle_chain.engines.compiler import Job, Request
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import Flavour, load_flavour
+from eagle_chain.engines.graphs import bound_graph, load_graph
+from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.memory import Estimate, check_room, estimate
+from eagle_chain.engines.plans import Target
+from eagle_chain.engines.precision import float_dtypes, pin_precisions
+from eagle_chain.engines.spec import Options
+from eagle_chain.engines.worker import compile_all
+from eagle_chain.export.graph import build_graphs
+from tests import qwen_9b
+from tests.standin import FOLDER, standins
+from tests.toy_pair import write_pair
+
+RTX = ["--backend", "tensorrt-rtx", "--compute-capability"]
+CAPABILITIES = ("8.6", "8.9", "12.0")
+PLANS = "plans/tensorrt-10.9.0.34-Stand-in-GPU"
+rtx = pytest.mark.skipif(
+    not shutil.which("true") or not __import__("importlib").util.find_spec("tensorrt_rtx"),
+    reason="needs tensorrt-rtx-cu13",
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"), layers=4, aux=[0, 1, 3], dtype="bf16")
+
+
+def export(pair: tuple[Path, Path], bundle: Path, *flags: str) -> Path:
+    words = ["--capacity", "64", "--aux-layers", "0,1,3", *flags]
+    assert main(["export", *map(str, pair), "-o", str(bundle), *words]) == 0
+    return bundle
+
+
+@pytest.fixture
+def bundle(pair: tuple[Path, Path], tmp_path: Path) -> Path:
+    return export(pair, tmp_path / "b")
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    with standins() as runtime:
+        yield runtime
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    code = main([*words, "--json"])
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return {**data, "code": code}
+
+
+# --- TensorRT-RTX itself ---------------------------------------------------------------------
+
+
+@rtx
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("profile", ["portable", "standard"])
+def test_every_graph_of_a_pair_builds(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    profile: str,
+    dtype: str,
+) -> None:
+    bundle = export(pair, tmp_path / "b", "--dtype", dtype, "--profile", profile)
+    done = report(capsys, "build", str(bundle), *RTX, *CAPABILITIES)
+    assert done["code"] == 0 and done["built"]
+    manifest = Manifest.load(bundle)
+    assert {Path(name).stem for name in manifest.plans} == set(manifest.specs)
+    assert {plan.compute_capability for plan in manifest.plans.values()} == {"8.6 8.9 12.0"}
+    folder = bundle / "plans" / "tensorrt-rtx-{}-sm86-sm89-sm120".format(done["target"]["version"])
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "build.log",
+        *(f"{name}.plan" for name in sorted(manifest.specs)),
+    ]
+    again = report(capsys, "build", str(bundle), *RTX, *CAPABILITIES)
+    assert again["code"] == 0 and not again["built"] and again["plans"] == done["plans"]
+
+
+def nine(
+    folder: Path, layers: int, profile: str, dtype: str, capabilities: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """Build the graphs of the published 9B shapes, with this many layers."""
+    trunk, draft = qwen_9b.configs(layers)
+    options = Options(5, 4096, dtype, profile)
+    specs = engine_specs(trunk, draft, options)
+    jobs = []
+    for name, model in build_graphs(trunk, draft, qwen_9b.weights(trunk, draft), options).items():
+        bound, weights = bound_graph(model, specs[name], dtype)
+        (folder / f"{name}.onnx").write_bytes(bound.SerializeToString())
+        inputs = (*specs[name].all_inputs, *weights)
+        paths = str(folder / f"{name}.onnx"), str(folder / f"{name}.plan")
+        jobs.append(Job(name, *paths, inputs, specs[name].all_outputs))
+    return compile_all(Request("tensorrt-rtx", tuple(jobs), capabilities), folder)
+
+
+@rtx
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("profile", ["portable", "standard"])
+def test_four_layers_of_the_9b_build(tmp_path: Path, profile: str, dtype: str) -> None:
+    built = nine(tmp_path, 4, profile, dtype, CAPABILITIES)
+    assert built["trunk"]["bytes"] < 15e6 and built["draft_step"]["bytes"] < 15e6
+
+
+@rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["portable", "standard"])
+def test_the_whole_9b_builds_small_and_fast(tmp_path: Path, profile: str) -> None:
+    """On two cores: under 2 minutes, 2 GB of memory, 16 MB of plan for 18 GB of weights."""
+    trunk = nine(tmp_path, 32, profile, "bf16", ("8.9",))["trunk"]
+    assert trunk["bytes"] < 16e6 and trunk["seconds"] < 120 and trunk["peak_bytes"] < 2e9
+
+
+@rtx
+def test_baked_weights_become_part_of_the_plan(
+    pair: tuple[Path, Path], bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bound = report(capsys, "build", str(bundle), *RTX, "8.9")
+    baked = report(capsys, "build", str(bundle), *RTX, "8.9", "--weights", "baked")
+    sizes = [{p["file"]: p["bytes"] for p in done["plans"]} for done in (bound, baked)]
+    assert baked["built"] and {p.weights for p in Manifest.load(bundle).plans.values()} == {"baked"}
+    encoder = next(name for name in sizes[0] if "encoder" in name)
+    assert sizes[1][encoder] - sizes[0][encoder] > 64 * 192 * 4 * 0.9
+
+
+@rtx
+def test_an_interface_that_is_not_the_specs_is_refused(tmp_path: Path) -> None:
+    trunk, draft = qwen_9b.configs(4)
+    options = Options(5, 64, "fp16")
+    spec = engine_specs(trunk, draft, options)["encoder"]
+    model = build_graphs(trunk, draft, qwen_9b.weights(trunk, draft), options)["encoder"]
+    bound, _ = bound_graph(model, spec, "fp16")
+    (tmp_path / "e.onnx").write_bytes(bound.SerializeToString())
+    job = Job("encoder", str(tmp_path / "e.onnx"), str(tmp_path / "p"), spec.inputs, spec.inputs)
+    with pytest.raises(InputError) as error:
+        compile_all(Request("tensorrt-rtx", (job,), ("8.9",)), tmp_path)
+    assert str(error.value) == (
+        "encoder: the parsed network has the input draft.fc.weight of its own; "
+        "has the output g of its own; lacks the output features"
+    )
+    assert not (tmp_path / "p").exists()
+
+
+@rtx
+def test_a_graph_that_cannot_be_parsed_is_named(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_node(bundle, "encoder.onnx", op_type="NoSuchOperator", domain="")
+    assert main(["build", str(bundle), *RTX, "8.9"]) == 2
+    assert "encoder: TensorRT 1." in (words := capsys.readouterr().err)
+    assert "cannot read the graph" in words and "NoSuchOperator" in words
+    assert not (bundle / "plans").exists()
+
+
+def add_node(bundle: Path, graph: str, op_type: str, domain: str) -> None:
+    """Put a node in front of the first output, and make the manifest agree with the file."""
+    from eagle_chain.engines.manifest import file_hash
+
+    model = onnx.load(str(bundle / graph), load_external_data=False)
+    last = model.graph.node[-1]
+    last.output[0], output = "before", last.output[0]
+    node = onnx.helper.make_node(op_type, ["before"], [output], name="odd one", domain=domain)
+    model.graph.node.append(node)
+    (bundle / graph).write_bytes(model.SerializeToString())
+    data = json.loads((bundle / "manifest.json").read_text())
+    data["graphs"][graph] = file_hash(bundle / graph)
+    (bundle / "manifest.json").write_text(json.dumps(data))
+
+
+def test_an_operator_of_another_runtime_is_refused_before_anything_is_built(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_node(bundle, "draft.onnx", "FusedMatMul", "com.microsoft")
+    assert main(["build", str(bundle)]) == 2
+    words = capsys.readouterr().err
+    assert "draft.onnx: TensorRT has no operator com.microsoft.FusedMatMul" in words
+    assert "'odd one'" in words and "--profile portable" in words
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--backend", "tensorrt-rtx"], "needs --compute-capability, some of 7.5, 8.0, 8.6"),
+        ([*RTX, "9.0"], "cannot build for compute capability 9.0, only for 7.5"),
+        ([*RTX, "8.9", "--workspace", "2 GiB"], "'2 GiB' is no size; write 500MB or 2GB"),
+        ([*RTX, "8.9", "--level", "9"], "invalid choice: 9"),
+        (["--backend", "onnxruntime"], "invalid choice: 'onnxruntime'"),
+    ],
+)
+@rtx
+def test_bad_requests_are_one_sentence(
+    bundle: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert main(["build", str(bundle), *words]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
+def test_a_capability_is_not_for_tensorrt(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", str(bundle), "--compute-capability", "8.9"]) == 2
+    assert "--compute-capability is for --backend tensorrt-rtx" in capsys.readouterr().err
+
+
+def test_missing_tensorrt_says_what_to_install_for_which_python_and_cuda(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    assert main(["build", str(bundle)]) == 2
+    error = capsys.readouterr().err
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    for words in (
+        f"TensorRT is not installed in this {python}",
+        "TensorRT 8.6, 10 and 11 are supported, with Python 3.10 to 3.14",
+        "pip install 'tensorrt-cu13>=10.13,<12' --extra-index-url https://pypi.nvidia.com",
+        "CUDA 12",
+        "JetPack",
+    ):
+        assert words in error
+    assert error.count("\n") == 1
+
+
+def test_tensorrt_that_cannot_be_loaded_gives_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "tensorrt.py").write_text("raise OSError('libnvinfer.so.10: cannot open')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        patch.delitem(sys.modules, "tensorrt", raising=False)
+        with pytest.raises(InputError, match=r"cannot be loaded \(libnvinfer\.so\.10.*pip install"):
+            load_flavour("tensorrt")
+
+
+@pytest.mark.parametrize("version", ["7.2.3.4", "8.5.3", "9.1.0", "12.0.1"])
+def test_other_versions_are_refused(version: str) -> None:
+    with standins(STANDIN_VERSION=version):
+        with pytest.raises(InputError, match=rf"TensorRT {version} is not supported.*8\.6, 10 and"):
+            load_flavour("tensorrt")
+
+
+def test_a_dry_run_writes_nothing(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(bundle.rglob("*"))
+    done = report(capsys, "build", str(bundle), "--dry-run")
+    assert done["code"] == 0 and not done["built"] and done["memory"]["weights"] > 0
+    assert done["target"]["gpu"] == "Stand-in GPU"
+    assert sorted(bundle.rglob("*")) == before
+
+
+def test_plans_are_rebuilt_when_anything_differs(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(capsys, "build", str(bundle))["built"]
+    assert not report(capsys, "build", str(bundle))["built"]
+    assert report(capsys, "build", str(bundle), "--force")["built"]
+    assert report(capsys, "build", str(bundle), "--level", "4")["built"]
+    assert not report(capsys, "build", str(bundle), "--level", "4")["built"]
+    assert report(capsys, "build", str(bundle), "--weights", "baked")["built"]
+    plan = bundle / PLANS / "encoder.plan"
+    plan.write_bytes(plan.read_bytes()[:-1])
+    assert report(capsys, "build", str(bundle), "--weights", "baked")["built"]
+    add_node(bundle, "encoder.onnx", "Identity", "")
+    assert report(capsys, "build", str(bundle), "--weights", "baked")["built"]
+
+
+def test_building_elsewhere_gives_the_same(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bundle.parent)
+    assert report(capsys, "build", "b", "--weights", "baked")["built"]
+    first = (bundle / PLANS / "trunk.plan").read_bytes()
+    (bundle.parent / "tensorrt").mkdir()  # a folder of that name is no TensorRT
+    monkeypatch.chdir("/")
+    assert report(capsys, "build", str(bundle), "--weights", "baked", "--force")["built"]
+    assert (bundle / PLANS / "trunk.plan").read_bytes() == first
+
+
+def test_tf32_is_off_and_the_network_strongly_typed(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(capsys, "build", str(bundle), "--level", "1", "--workspace", "1.5GB")
+    line = (bundle / PLANS / "trunk.plan").read_bytes().split(b"\n")[0]
+    settings = json.loads(line.removeprefix(b"stand-in plan "))
+    assert settings == {"tf32": False, "flags": 2, "level": 1, "pools": 1}
+    assert "Row major linear FP32" in (bundle / PLANS / "trunk.layers.json").read_text()
+    assert "a warning of the builder" in (bundle / PLANS / "build.log").read_text()
+
+
+def test_a_bad_timing_cache_is_a_warning(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = bundle / f"{PLANS}.timing.cache"
+    assert main(["build", str(bundle)]) == 0
+    assert cache.read_bytes() == b"timing" and "warning" not in capsys.readouterr().err
+    cache.write_bytes(b"of another TensorRT")
+    assert main(["build", str(bundle), "--force"]) == 0
+    assert f"{cache}: not a timing cache" in capsys.readouterr().err
+    assert cache.read_bytes() == b"timing"
+
+
+# --- what goes wrong on the way --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("none", "draft: TensorRT cannot build it: no implementation of node_X obeys"),
+        ("abort", "draft: TensorRT ended its process (SIGABRT) while building: WARNING: a warning"),
+    ],
+)
+def test_a_failed_build_leaves_the_plans_as_they_were(
+    bundle: Path,
+    gpu: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    words: str,
+) -> None:
+    assert main(["build", str(bundle)]) == 0
+    before = contents(bundle)
+    monkeypatch.setenv("STANDIN_BUILD", how)
+    assert main(["build", str(bundle), "--force"]) == 2
+    assert words in capsys.readouterr().err
+    assert contents(bundle) == before
+
+
+def contents(bundle: Path) -> dict[str, bytes]:
+    files = [p for p in bundle.rglob("*") if p.is_file() and p.suffix != ".cache"]
+    return {str(p.relative_to(bundle)): p.read_bytes() for p in files}
+
+
+def start(bundle: Path, how: str) -> subprocess.Popen[str]:
+    """A build in a process of its own, once it is building."""
+    path = os.pathsep.join([str(FOLDER), *sys.path])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "eagle_chain.engines", "build", str(bundle), "--force"],
+        env={**os.environ, "PYTHONPATH": path, "STANDIN_BUILD": how},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        cwd="/",
+    )
+    deadline = time.monotonic() + 60
+    log = bundle / "plans" / f".{Path(PLANS).name}.partial" / "build.log"
+    while not (log.exists() and "warning" in log.read_text()):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return child
+
+
+def compilers() -> list[str]:
+    """Command lines of compiler processes that are still alive."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "eagle_chain.engines.compiler" in line:
+            found.append(line)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to see processes")
+def test_ctrl_c_stops_at_once_and_leaves_the_plans(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", str(bundle)]) == 0
+    before = contents(bundle)
+    child = start(bundle, "hang")
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=10)
+    assert child.returncode == 130 and "interrupted" in error
+    assert contents(bundle) == before and not list((bundle / "plans").glob(".*.partial"))
+    assert not [line for line in compilers() if "hang" in line]
+    assert not report(capsys, "build", str(bundle))["built"]
+
+
+def test_a_killed_build_is_cleaned_up_by_the_next(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", str(bundle)]) == 0
+    child = start(bundle, "hang")
+    child.kill()
+    child.communicate(timeout=10)
+    assert list((bundle / "plans").glob(".*.partial"))
+    assert not report(capsys, "build", str(bundle))["built"], "the old plans are still good"
+    assert report(capsys, "build", str(bundle), "--force")["built"]
+    assert not list((bundle / "plans").glob(".*.partial"))
+
+
+def test_a_second_build_into_one_bundle_is_refused(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = start(bundle, "hang")
+    try:
+        assert main(["build", str(bundle), "--force"]) == 2
+        assert "another process is writing this folder" in capsys.readouterr().err
+    finally:
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=10)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def test_the_estimate_is_what_a_chain_allocates(bundle: Path) -> None:
+    """States, inputs and outputs of one chain, against what cache and drafter really take."""
+    from eagle_chain.runtime import open_engines
+
+    engines = open_engines(bundle, "onnxruntime-cpu", threads=1)
+    taken = 0
+    allocate = engines.memory.allocate
+
+    def counted(spec: Any) -> Any:
+        nonlocal taken
+        taken += spec.nbytes
+        return allocate(spec)
+
+    engines.memory.allocate = counted  # type: ignore[method-assign]
+    engines.chain()
+    manifest = Manifest.load(bundle)
+    expected = estimate(manifest.specs, {"none": []}, 0, False).states
+    assert abs(taken - expected) < 0.02 * expected
+
+
+@pytest.mark.parametrize(
+    ("needed", "words"),
+    [
+        (Estimate(0, 0, 1 << 60), r"building needs about \d+\.\d TB of memory, this machine has"),
+        (Estimate(1 << 60, 0, 0), r"plans with baked weights take .* TB, the disk has"),
+        (Estimate(5 << 30, 1 << 30, 0), r"needs 6\.4 GB on the GPU, Stand-in GPU has 4\.3 GB"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_numbers(
+    gpu: Any, tmp_path: Path, needed: Estimate, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        check_room(tmp_path, needed, "baked", 0)
+
+
+# --- TensorRT 8.6 ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(dtype="bf16"), "TensorRT 8.6.1 has no bf16: export with --dtype fp16"),
+        (Options(dtype="fp16", profile="standard"), "export with --profile portable"),
+    ],
+)
+def test_8_6_refuses_what_it_cannot_read(options: Options, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Flavour("tensorrt", "8.6.1", None).refuse(options)
+    Flavour("tensorrt", "10.3.0", None).refuse(options)
+    Flavour("tensorrt", "8.6.1", None).refuse(Options(dtype="fp16"))
+    with pytest.raises(InputError, match="bf16 weights: build with --weights bound"):
+        Flavour("tensorrt", "8.6.1", None).refuse_baked({"BF16", "F32"})
+
+
+# ruff: noqa: D101, D102, D106
+class FakeLayer:
+    """A layer with float tensors named as in the graph, as 8.6's parser leaves them."""
+
+    def __init__(self, kind: str, read: list[str], written: list[str]) -> None:
+        self.type, self.precision, self.types = kind, None, {}  # type: ignore[var-annotated]
+        self.read, self.written = read, written
+        self.num_inputs, self.num_outputs = len(read), len(written)
+
+    def get_input(self, i: int) -> Any:
+        return Named(self.read[i])
+
+    def get_output(self, i: int) -> Any:
+        return Named(self.written[i])
+
+    def set_output_type(self, i: int, dtype: str) -> None:
+        self.types[i] = dtype
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name, self.dtype = name, "INT32" if name.startswith("i") else "FLOAT"
+
+
+class FakeTrt:
+    class DataType:
+        FLOAT, HALF = "FLOAT", "HALF"
+
+    class LayerType:
+        CAST, CONSTANT, SHAPE = "CAST", "CONSTANT", "SHAPE"
+
+
+class FakeNetwork:
+    def __init__(self, *layers: FakeLayer) -> None:
+        self.layers, self.num_layers = layers, len(layers)
+
+    def get_layer(self, i: int) -> FakeLayer:
+        return self.layers[i]
+
+
+def test_layers_are_pinned_to_the_dtypes_of_the_graph() -> None:
+    up = FakeLayer("CAST", ["h"], ["f"])  # fp16 -> fp32: the border of an island
+    eps = FakeLayer("CONSTANT", [], ["(Unnamed constant)"])
+    wide = FakeLayer("SHUFFLE", ["(Unnamed constant)"], ["(Unnamed shuffle)"])
+    total = FakeLayer("ELEMENTWISE", ["f", "(Unnamed shuffle)"], ["g"])
+    down = FakeLayer("CAST", ["g"], ["k"])
+    product = FakeLayer("MATRIX_MULTIPLY", ["k", "w"], ["y"])
+    view = FakeLayer("SHUFFLE", ["y"], ["(Unnamed view)"])
+    pick = FakeLayer("TOPK", ["g"], ["(Unnamed values)", "i"])
+    counter = FakeLayer("ELEMENTWISE", ["i", "i2"], ["i3"])
+    network = FakeNetwork(up, eps, wide, total, down, product, view, pick, counter)
+    dtypes = {"h": "fp16", "f": "fp32", "g": "fp32", "k": "fp16", "w": "fp16", "y": "fp16"}
+    assert pin_precisions(FakeTrt, network, dtypes) == 8
+    pins = [(layer.precision, layer.types) for layer in network.layers]
+    assert pins == [
+        (None, {0: "FLOAT"}),
+        ("FLOAT", {0: "FLOAT"}),
+        ("FLOAT", {0: "FLOAT"}),
+        ("FLOAT", {0: "FLOAT"}),
+        (None, {0: "HALF"}),
+        ("HALF", {0: "HALF"}),
+        ("HALF", {0: "HALF"}),
+        ("FLOAT", {0: "FLOAT"}),
+        (None, {}),
+    ]
+
+
+def test_the_dtypes_of_a_real_graph_have_both_kinds(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
+    spec = Manifest.load(bundle).specs["trunk"]
+    model, _ = bound_graph(load_graph(bundle, "trunk"), spec, "fp16")
+    dtypes = float_dtypes(model)
+    floats = {o for n in model.graph.node for o in n.output if n.op_type in ("Gemm", "Exp")}
+    assert floats <= dtypes.keys()
+    assert dtypes["layers.0.S.next"] == "fp32" and dtypes["features"] == "fp16"
+
+
+# --- the key ---------------------------------------------------------------------------------
+
+
+def test_a_plan_serves_the_machine_it_was_built_for(bundle: Path, gpu: Any) -> None:
+    assert main(["build", str(bundle)]) == 0
+    manifest = Manifest.load(bundle)
+    plan = manifest.plans[f"{PLANS}/trunk.plan"]
+    here = Target("tensorrt", "10.9.0.34", "Stand-in GPU", ("9.0",))
+    assert here.runs(plan) and is_built(bundle, manifest, Recipe(here, "bound", ()))
+    for other in (
+        Target("tensorrt", "10.9.0.34", "Stand-in GPU", ("8.6",)),
+        Target("tensorrt", "10.9.0.34", "Another GPU", ("9.0",)),
+        Target("tensorrt", "10.9.1", "Stand-in GPU", ("9.0",)),
+        Target("tensorrt-rtx", "10.9.0.34", "Stand-in GPU", ("9.0",)),
+    ):
+        assert not other.runs(plan)
+    assert set(flavours.FLAVOURS) == {"tensorrt", "tensorrt-rtx"}

@@ -1,0 +1,474 @@
+"""The command line: exit codes, one JSON object, and sentences instead of tracebacks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_chain.engines import cli
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.outcome import Outcome
+from eagle_chain.runtime import Tokenizer, load
+from eagle_chain.runtime.answer import answer, printable
+from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.demo import PAIR
+from eagle_chain.runtime.drafters import EagleDrafter
+from eagle_chain.runtime.stats import Result
+from tests.toy_pair import write_pair
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "eagle_chain.engines"]
+Install = Callable[[Callable[[], Outcome]], None]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a command `try` whose run is the given function."""
+
+    def install(run: Callable[[], Outcome]) -> None:
+        module = types.ModuleType("eagle_chain_try")
+        module.add_arguments = lambda parser: parser.add_argument("--n", type=int)  # type: ignore[attr-defined]
+        module.run = lambda arguments: run()  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "eagle_chain_try", module)
+        monkeypatch.setitem(cli.COMMANDS, "try", ("eagle_chain_try", "try it"))
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    trunk, draft = write_pair(folder, layers=4, aux=[0, 1, 2], tokenizer=True)
+    words = ["export", str(trunk), str(draft), "-o", str(folder / "bundle")]
+    assert cli.main([*words, "--capacity", "64", "--aux-layers", "0,1,2"]) == 0
+    return folder / "bundle"
+
+
+def raises(error: BaseException) -> Callable[[], Outcome]:
+    def run() -> Outcome:
+        print("some text")
+        raise error
+
+    return run
+
+
+def done(passed: bool) -> Callable[[], Outcome]:
+    def run() -> Outcome:
+        print("some text")
+        return Outcome({"answer": 42}, passed)
+
+    return run
+
+
+OUTCOMES: dict[str, tuple[Callable[[], Outcome], int, dict[str, Any]]] = {
+    "done": (done(True), 0, {"answer": 42}),
+    "a check failed": (done(False), 1, {"answer": 42}),
+    "bad input": (raises(InputError("no such thing")), 2, {"error": "no such thing"}),
+    "interrupted": (raises(KeyboardInterrupt()), 130, {"error": "interrupted"}),
+    "missing library": (
+        raises(ModuleNotFoundError("no", name="onnxruntime.capi")),
+        2,
+        {"error": "this needs the Python package onnxruntime: pip install 'eagle-chain[cpu]'"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_exit_codes_and_text(
+    command: Install, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run, code, report = OUTCOMES[name]
+    command(run)
+    assert cli.main(["try"]) == code
+    output = capsys.readouterr()
+    assert output.out == "some text\n"
+    assert output.err == (f"eagle-chain: {report['error']}\n" if "error" in report else "")
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_json_is_one_object_and_the_rest_goes_to_stderr(
+    command: Install, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run, code, report = OUTCOMES[name]
+    command(run)
+    assert cli.main(["try", "--json"]) == code
+    output = capsys.readouterr()
+    assert json.loads(output.out) == report
+    assert output.out.count("\n") == 1
+    assert output.err.startswith("some text\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "required: command"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["--frobnicate"], "required: command"),
+        (["try", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["try", "--n", "x"], "argument --n: invalid int value: 'x'"),
+        (["try", "--js"], "unrecognized arguments: --js"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_bad_usage_is_one_sentence(
+    command: Install,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    expected: str,
+    as_json: bool,
+) -> None:
+    command(done(True))
+    assert cli.main([*words, "--json"] if as_json else words) == 2
+    output = capsys.readouterr()
+    assert expected in output.err
+    assert output.err.count("\n") == 1
+    if as_json:
+        assert expected in json.loads(output.out)["error"]
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_bug_is_not_hidden(
+    command: Install, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    command(raises(ZeroDivisionError("division by zero")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try", "--json"] if as_json else ["try"])
+    if as_json:
+        output = capsys.readouterr().out
+        assert json.loads(output) == {"error": "ZeroDivisionError: division by zero"}
+
+
+def test_a_missing_module_of_ours_is_a_bug(command: Install) -> None:
+    command(raises(ModuleNotFoundError("no", name="eagle_chain.export.nothing")))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["try"])
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "eagle-chain 0.1.0\n"
+    assert cli.main(["--help"]) == 0
+    output = capsys.readouterr().out
+    for name in ("export", "generate", "demo", "inspect"):
+        assert f"\n  {name} " in output
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: eagle-chain {name} ")
+    assert "--json" in output
+
+
+@pytest.mark.parametrize("words", [["inspect", "BUNDLE"], ["--help"]], ids=["inspect", "help"])
+def test_a_closed_pipe_is_quiet(bundle: Path, words: list[str]) -> None:
+    """The reader, like `head`, has gone before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [str(bundle) if word == "BUNDLE" else word for word in words]
+    child = subprocess.run([*COMMAND, *words], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert child.returncode in ((0, 141) if "--help" in words else (141,))  # argparse may shrug
+    assert child.stderr == b""
+
+
+@pytest.mark.parametrize("module", ["eagle_chain.export", "eagle_chain.runtime"])
+def test_packages_run_as_modules(module: str, tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert child.returncode == 0
+    assert "usage: eagle-chain" in child.stdout
+
+
+@pytest.mark.parametrize(
+    ("library", "words", "extra"),
+    [("onnx", ["export", "A", "B", "-o", "C"], "export"), ("onnx_ir", None, "export")],
+    ids=["onnx", "onnx_ir"],
+)
+def test_a_missing_library_names_the_pip_command(
+    bundle: Path, library: str, words: list[str] | None, extra: str
+) -> None:
+    pair = [str(bundle.parent / "trunk"), str(bundle.parent / "draft")]
+    words = words or ["export", *pair, "-o", str(bundle.parent / "other")]
+    code = f"import sys; sys.modules[{library!r}] = None\nfrom eagle_chain.engines import cli\n"
+    child = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(cli.main(sys.argv[1:]))", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert child.returncode == 2
+    assert child.stderr.endswith(
+        f"this needs the Python package {library}: pip install 'eagle-chain[{extra}]'\n"
+    )
+
+
+# inspect --------------------------------------------------------------------------------------
+
+
+def test_inspect_a_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(bundle), "--json", "--check"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["engines"]) == {"trunk", "encoder", "draft", "draft_step"}
+    assert report["capacity"] == 64
+    assert report["changed"] == []
+    key = next(state for state in report["states"] if state["name"] == "layers.3.key")
+    assert key["shape"][2] == 64 + 5
+    assert key["bytes"] == 4 * key["shape"][1] * (64 + 5) * key["shape"][3]
+    recurrent = next(state for state in report["states"] if state["name"] == "layers.0.S")
+    assert recurrent["buffers"] == 2
+    memory = report["memory"]
+    assert memory["states"] == sum(state["bytes"] for state in report["states"])
+    assert memory["total"] == memory["weights"] + memory["states"]
+
+
+def test_inspect_for_people(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(bundle)]) == 0
+    output = capsys.readouterr().out
+    for phrase in (
+        "features outputs of layers 0, 1, 2",
+        "layers.*.S",
+        "profile portable",
+        "memory",
+    ):
+        assert phrase in output
+
+
+def test_inspect_check_finds_a_changed_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trunk, draft = write_pair(tmp_path, layers=4, aux=[0, 1, 2])
+    words = ["export", str(trunk), str(draft), "-o", str(tmp_path / "bundle")]
+    assert cli.main([*words, "--capacity", "64", "--aux-layers", "0,1,2"]) == 0
+    weights = bytearray((trunk / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (trunk / "model.safetensors").write_bytes(weights)
+    capsys.readouterr()
+    assert cli.main(["inspect", str(tmp_path / "bundle"), "--check", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["changed"] == ["weights/trunk/model.safetensors"]
+
+
+def test_inspect_checkpoints(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trunk, draft = str(bundle.parent / "trunk"), str(bundle.parent / "draft")
+    assert cli.main(["inspect", trunk, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["kind"], report["ignored"]) == ("trunk", {"mtp": 15, "visual": 2})
+    assert cli.main(["inspect", draft]) == 2
+    assert "--trunk" in capsys.readouterr().err
+    assert cli.main(["inspect", trunk, "--check"]) == 2
+    assert cli.main(["inspect", str(bundle), "--trunk", trunk]) == 2
+    assert cli.main(["inspect", str(bundle.parent)]) == 2
+    assert "is not a bundle" in capsys.readouterr().err
+
+
+# generate -------------------------------------------------------------------------------------
+
+FIELDS = {
+    "text",
+    "prompt_tokens",
+    "tokens",
+    "rounds",
+    "acceptance_length",
+    "acceptance_by_position",
+    "exact",
+    "tokens_per_second",
+}
+
+
+def generate(bundle: Path, *words: str) -> int:
+    return cli.main(["generate", str(bundle), "--max-new-tokens", "12", "--threads", "1", *words])
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """Let standard input be a pipe with this content."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_generate_reports(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(bundle, "--prompt", "hello", "--check", "--json") == 0
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    assert set(report) >= FIELDS
+    assert report["exact"] is True
+    assert len(report["ids"]) == report["tokens"] <= 12
+    assert report["acceptance_length"] == (report["tokens"] - 1) / report["rounds"]
+    assert f"{report['tokens']} tokens ({report['finish_reason']})" in output.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("-k", "1"), ("--drafter", "none"), ("--draft-kv", "scratch"), ("--rollback", "replay")],
+    ids=lambda words: "_".join(words).strip("-") or "default",
+)
+def test_generate_gives_the_same_text_whatever_drafts_it(
+    bundle: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert generate(bundle, "--prompt", "hello", "-k", "0") == 0
+    plain = capsys.readouterr().out
+    assert generate(bundle, "--prompt", "hello", "--check", *words) == 0
+    assert capsys.readouterr().out == plain
+
+
+def test_generate_takes_its_prompt_from_anywhere(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "prompt.txt").write_text("hällo\n")
+    feed(monkeypatch, "hällo\n".encode())
+    texts = []
+    for words in (["--prompt", "hällo\n"], ["--prompt-file", str(tmp_path / "prompt.txt")], []):
+        assert generate(bundle, *words, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["ids"])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_generate_chat_uses_the_template(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = []
+    for words in ([], ["--chat"]):
+        assert generate(bundle, "--prompt", "hello", "--json", *words) == 0
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts[1] > counts[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8"),
+        (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument"),
+        (["--prompt-file", "/nonexistent"], "/nonexistent: cannot be read"),
+        (["--prompt-file", "LATIN1"], "is not UTF-8 text (byte 1)"),
+        (["--prompt", "a", "-k", "5"], "k is 5, expected 0 to 4"),
+        (["--prompt", "a", "-k", "-1"], "k is -1"),
+        (["--prompt", "a", "--max-new-tokens", "-1"], "max_new_tokens is -1"),
+        (["--prompt", "a", "--threads", "0"], "threads is 0"),
+        (["--prompt", "a" * 100], "capacity"),
+        (["--prompt", "a", "--drafter", "magic"], "invalid choice"),
+    ],
+    ids=lambda value: "_".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_generate_refuses(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    expected: str,
+) -> None:
+    (tmp_path / "latin1").write_bytes(b"h\xe4llo")
+    words = [str(tmp_path / "latin1") if word == "LATIN1" else word for word in words]
+    assert generate(bundle, *words) == 2
+    output = capsys.readouterr()
+    assert expected in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+def test_generate_warns_when_no_draft_is_ever_accepted(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: EagleDrafter, token: int, k: int) -> list[int]:
+        self.observe(token)
+        return [-1] * k
+
+    monkeypatch.setattr(EagleDrafter, "propose", never)
+    assert generate(bundle, "--prompt", "hello", "--check") == 0
+    assert "exactly 1 token per trunk pass" in capsys.readouterr().err
+
+
+def test_generate_fails_on_a_token_that_differs(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: Chain, *arguments: Any, **options: Any) -> Result:
+        plain = original(self, *arguments, **options)
+        return Result([*plain.tokens[:3], 0, *plain.tokens[4:]], "length", plain.stats)
+
+    original = Chain.generate
+    monkeypatch.setattr(Chain, "generate", wrong)
+    assert generate(bundle, "--prompt", "hello", "--check", "--json") == 1
+    output = capsys.readouterr()
+    assert json.loads(output.out)["exact"] is False
+    assert "differs from token 3 on" in output.err
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[2J\tb\n\x9bc\x7f") == "a\ufffd[2J\tb\n\ufffdc\ufffd"
+
+
+# demo -----------------------------------------------------------------------------------------
+
+
+def test_demo_is_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "--bundle", str(tmp_path / "bundle"), "--max-new-tokens", "24", "--json"]
+    assert cli.main(words) == 0
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    assert report["exact"] is True
+    assert [run["register"] for run in report["runs"]] == ["code", "documentation", "book"]
+    for run in report["runs"]:
+        assert set(run) >= FIELDS
+        assert run["exact"] is True
+    assert report["acceptance_length"] > 1.5
+    assert "--- code ---" in output.err
+    assert (tmp_path / "bundle/manifest.json").is_file()
+
+
+def test_demo_marks_accepted_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the marks the text is the same, and the marks enclose accepted drafts."""
+    texts = {}
+    for marks in ("none", "brackets", "colour"):
+        assert cli.main(["demo", "--max-new-tokens", "16", "--marks", marks]) == 0
+        output = capsys.readouterr().out
+        texts[marks] = output[output.index("--- code ---") : output.index("--- 16 tokens")]
+    colours = re.findall(r"\x1b\[[0-9;]*m", texts["colour"])
+    assert colours == ["\x1b[1;32m", "\x1b[0m"] * (len(colours) // 2) != []
+    assert re.sub(r"\x1b\[[0-9;]*m", "", texts["colour"]) == texts["none"]
+    brackets = texts["colour"].replace("\x1b[1;32m", "[").replace("\x1b[0m", "]")
+    assert brackets == texts["brackets"]
+
+
+def test_exactly_the_accepted_drafts_are_marked(tmp_path: Path) -> None:
+    words = ["export", str(PAIR / "trunk"), str(PAIR / "draft"), "-o", str(tmp_path / "bundle")]
+    assert cli.main([*words, "--capacity", "128"]) == 0
+    tokenizer = Tokenizer(tmp_path / "bundle")
+    marks: list[bool] = []
+    given = answer(
+        load(tmp_path / "bundle"),
+        tokenizer,
+        tokenizer.encode("<|py|>def add(a, b):\n"),
+        max_new_tokens=32,
+        k=None,
+        check=False,
+        show=lambda piece, drafted: marks.append(drafted),
+    )
+    assert len(marks) == given.result.stats.tokens  # plain ASCII: a piece for each token
+    assert sum(marks) == given.result.stats.accepted > 0
+    assert marks[0] is False  # the prompt's own choice
+
+
+def test_demo_without_the_pair_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_chain.runtime.demo.PAIR", tmp_path)
+    assert cli.main(["demo"]) == 2
+    assert "scripts/demo.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k", ["0", "9"])
+def test_demo_refuses_other_ks(k: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "-k", k]) == 2
+    assert "expected 1 to 8" in capsys.readouterr().err

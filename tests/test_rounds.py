@@ -1,0 +1,45 @@
+"""Rounds that run from device buffers alone, against the chain, which decides on the host."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.toy_pair import write_pair
+
+from eagle_chain.engines.spec import Options
+from eagle_chain.export.bundle import Pair, write_bundle
+from eagle_chain.export.checkpoint import open_pair
+from eagle_chain.runtime.load import Engines, open_engines
+from eagle_chain.runtime.rounds import Rounds
+
+WIDTH, CAPACITY = 5, 64
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    folder = tmp_path_factory.mktemp("rounds")
+    trunk, draft = write_pair(folder, tokenizer=True)
+    write_bundle(folder / "bundle", opened(trunk, draft), Options(WIDTH, CAPACITY), False, ())
+    return open_engines(folder / "bundle", "onnxruntime-cpu", threads=1)
+
+
+def opened(trunk: Path, draft: Path) -> Pair:
+    (trunk_config, trunk_weights), (draft_config, draft_weights) = open_pair(trunk, draft)
+    return Pair(trunk_config, draft_config, trunk_weights, draft_weights)
+
+
+@pytest.mark.parametrize("length", [1, 5, 7])
+@pytest.mark.parametrize("k", [0, 1, 3, 4])
+def test_rounds_settle_what_the_chain_settles(engines: Engines, length: int, k: int) -> None:
+    prompt = [int(i) for i in np.random.default_rng(length).integers(0, 512, length)]
+    chain = engines.chain(drafter="eagle")
+    wanted = list(itertools.islice(chain.rounds(prompt, max_new_tokens=40, k=k), 9))
+    rounds = Rounds(engines.sessions, k)
+    for _ in range(2):  # a second request starts from nothing
+        assert (rounds.start(prompt),) == wanted[0].tokens
+        for want in wanted[1:]:
+            got = rounds.queue()()
+            assert (got.tokens, got.accepted) == (want.tokens, want.accepted)

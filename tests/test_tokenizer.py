@@ -1,0 +1,130 @@
+"""Text in and out: streaming never breaks a character, templates are data, not code."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime import Tokenizer
+from eagle_chain.runtime.tokenizer import stop_token_ids
+from tests.toy_pair import IM_END, write_tokenizer
+
+TEXTS = [
+    "plain",
+    "naïve café",
+    "日本語テキスト",
+    "👩‍👩‍👧 family",
+    "e\u0301",
+    "\ufffd really",
+    "a\n\n  b",
+    "",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_gives_whole_characters_and_the_whole_text(folder: Path, text: str) -> None:
+    """One byte a token: every character of more than one byte arrives in parts."""
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
+    stream = tokenizer.stream()
+    pieces = [stream.push(token) for token in ids]
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) + stream.end() == text
+
+
+def test_a_stream_of_any_bytes_equals_one_decode(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    for seed in range(200):
+        ids = [random.Random(seed).randrange(256) for _ in range(seed % 90)]
+        stream = tokenizer.stream()
+        text = "".join([stream.push(token) for token in ids]) + stream.end()
+        assert text.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
+
+
+def test_special_tokens_are_hidden_unless_asked_for(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = [*tokenizer.encode("ok"), IM_END]
+    assert tokenizer.decode(ids) == "ok" and tokenizer.decode(ids, special=True) == "ok<|im_end|>"
+    hidden, shown = tokenizer.stream(), tokenizer.stream(special=True)
+    assert "".join(hidden.push(i) for i in ids) == "ok"
+    assert "".join(shown.push(i) for i in ids) == "ok<|im_end|>"
+
+
+def test_stop_ids_come_from_the_tokenizer_config(folder: Path) -> None:
+    assert Tokenizer(folder).stop_ids == {IM_END}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["eos_token"] = {"content": "<|im_end|>", "lstrip": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert stop_token_ids(folder) == {IM_END}
+    (folder / "tokenizer_config.json").unlink()
+    assert stop_token_ids(folder) == frozenset()
+
+
+def test_a_chat_ends_where_the_model_answers(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    messages = [{"role": "user", "content": "hi {{ 1 + 1 }}"}]
+    text = "<|im_start|>user\nhi {{ 1 + 1 }}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render_chat(messages) == text
+    ids = tokenizer.encode_chat(messages)
+    assert ids.count(IM_END) == 1 and tokenizer.decode(ids, special=True) == text
+
+
+def test_a_template_in_its_own_file_comes_first(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% if enable_thinking is defined and not enable_thinking %}no {% endif %}"
+        "{{ messages | tojson }}{% for m in messages %}{% break %}{% endfor %}{{ eos_token }}"
+    )
+    tokenizer = Tokenizer(folder)
+    messages = [{"role": "user", "content": "é"}]
+    want = '[{"role": "user", "content": "é"}]<|im_end|>'
+    assert tokenizer.render_chat(messages) == want
+    assert tokenizer.render_chat(messages, enable_thinking=False) == f"no {want}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for %}",
+        "{{ messages[0].content.nothing.more }}",
+    ],
+)
+def test_a_template_cannot_reach_out_and_fails_in_one_sentence(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputError, match="the chat template failed: "):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="not a tokenizer that can be read"):
+        Tokenizer(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(InputError, match="expected a JSON object"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InputError, match="has no chat template"):
+        Tokenizer(tmp_path).encode_chat([])
+
+
+def test_a_bundle_keeps_it_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer")
+    assert Tokenizer(tmp_path).encode("a") == Tokenizer(tmp_path / "tokenizer").encode("a")

@@ -1,0 +1,334 @@
+"""TensorRT sessions over stand-ins: buffers, weights, graphs and refusals, against ONNX Runtime.
+
+The stand-in runs a plan's graph on ONNX Runtime at the addresses that were set, so the chain must
+give exactly what it gives on ONNX Runtime. What only a GPU can show is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle_chain.engines.cli import main
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import Manifest, Weight
+from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.runtime import Engines, open_engines
+from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.trt import TrtBinding, TrtSession, open_sessions
+from eagle_chain.runtime.weights import blocks, converted
+from tests.standin import standins
+from tests.toy_pair import write_pair
+
+CAPACITY = 64
+PROMPT = [3, 141, 59, 26, 53, 58, 97]
+BUILD = ["--backend", "tensorrt"]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair stored as bf16, exported as fp32, with plans of the stand-in."""
+    folder = tmp_path_factory.mktemp("trt")
+    pair = write_pair(folder, layers=4, aux=[0, 1, 3], dtype="bf16", tied=True)
+    flags = ["--capacity", str(CAPACITY), "--aux-layers", "0,1,3"]
+    assert main(["export", *map(str, pair), "-o", str(folder / "b"), *flags]) == 0
+    with standins():
+        assert main(["build", str(folder / "b"), *BUILD]) == 0
+    return folder / "b"
+
+
+@pytest.fixture
+def cuda() -> Iterator[Any]:
+    with standins() as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def engines(cuda: Any, bundle: Path) -> Engines:
+    return open_engines(bundle, "tensorrt")
+
+
+def tokens(chain: Chain, prompt: list[int] = PROMPT, count: int = 30, **options: Any) -> list[int]:
+    return list(chain.generate(prompt, max_new_tokens=count, stop_ids=(), **options).tokens)
+
+
+@pytest.fixture(scope="module")
+def reference(bundle: Path) -> dict[int, list[int]]:
+    """What ONNX Runtime gives: plainly, and with 4 drafts (the same, or a test there fails)."""
+    chain = open_engines(bundle, "onnxruntime-cpu", threads=1).chain()
+    return {k: tokens(chain, k=k) for k in (0, 4)}
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_the_chain_gives_what_onnx_runtime_gives(
+    engines: Engines, reference: dict[int, list[int]], k: int
+) -> None:
+    chain = engines.chain()
+    assert tokens(chain, k=k) == reference[k]
+    assert tokens(chain, k=k) == reference[k], "and again, now from captured graphs"
+
+
+def test_two_chains_share_one_engine(engines: Engines, reference: dict[int, list[int]]) -> None:
+    """Rounds of two requests in turn: nothing of one shows in the other."""
+    first, second = engines.chain(), engines.chain()
+    other = tokens(engines.chain(), [7, 7, 200], k=4)
+    rounds = [
+        c.rounds(p, max_new_tokens=30, k=4, stop_ids=())
+        for c, p in ((first, PROMPT), (second, [7, 7, 200]))
+    ]
+    out: list[list[int]] = [[], []]
+    alive = [0, 1]
+    while alive:
+        for i in list(alive):
+            step = next(rounds[i], None)
+            out[i] += step.tokens if step else ()
+            if step is None:
+                alive.remove(i)
+    assert out == [reference[4], other]
+
+
+def test_a_chain_on_another_stream_shares_engine_and_weights(engines: Engines) -> None:
+    session = engines.sessions["encoder"]
+    assert isinstance(session, TrtSession)
+    beside = session.on(CudaMemory())
+    assert beside.engine is session.engine and beside.memory.stream != session.memory.stream
+
+
+def test_each_weight_is_on_the_device_once(cuda: Any, engines: Engines) -> None:
+    """Tied head and embedding: one buffer for trunk, draft and draft_step."""
+    sessions = [s for s in engines.sessions.values() if isinstance(s, TrtSession)]
+    shared = {s.engine.bound["embed_tokens.weight"].address for s in sessions if s.spec.states}
+    assert len(shared) == 1
+    by_name = {name: b.address for s in sessions for name, b in s.engine.bound.items()}
+    assert len(set(by_name.values())) == len(by_name)
+
+
+def test_nothing_is_allocated_after_the_first_round(cuda: Any, engines: Engines) -> None:
+    chain = engines.chain()
+    tokens(chain, count=10)
+    tokens(chain, count=10)
+    gc.collect()
+    before = (len(cuda.allocated), _contexts(engines))
+    for i in range(20):
+        tokens(chain, [i + 1, 5], count=12)
+    gc.collect()
+    assert (len(cuda.allocated), _contexts(engines)) == before
+
+
+def _contexts(engines: Engines) -> int:
+    return sum(s.engine.engine.contexts for s in engines.sessions.values())  # type: ignore[attr-defined]
+
+
+def test_opening_and_closing_leaves_nothing_behind(cuda: Any, bundle: Path) -> None:
+    def use() -> None:
+        tokens(open_engines(bundle, "tensorrt").chain(), count=4)
+
+    use()
+    gc.collect()
+    before = len(cuda.allocated)
+    for _ in range(5):
+        use()
+        gc.collect()
+    assert len(cuda.allocated) == before
+
+
+def test_snapshot_and_rollback_on_the_device(engines: Engines) -> None:
+    chain = engines.chain()
+    first = tokens(chain, count=5)
+    snapshot = chain.snapshot()
+    one = tokens(chain, [first[-1]], count=8, append=True)
+    tokens(chain, [9, 9, 9], count=8)
+    chain.rollback(snapshot)
+    assert tokens(chain, [first[-1]], count=8, append=True) == one
+
+
+def test_replay_gives_the_same_tokens(engines: Engines, reference: dict[int, list[int]]) -> None:
+    assert tokens(engines.chain(rollback="replay"), k=4) == reference[4]
+
+
+def test_a_buffer_of_the_wrong_kind_is_refused(engines: Engines) -> None:
+    encoder = engines.sessions["encoder"]
+    wrong = encoder.memory.allocate(TensorSpec("g", "int32", (1,)))
+    with pytest.raises(InputError, match=r"encoder: g is int32 \[1\].*no buffer for features"):
+        encoder.bind({"g": wrong})
+
+
+def test_auto_takes_the_plan_if_there_is_one(cuda: Any, bundle: Path) -> None:
+    assert open_engines(bundle).backend == "tensorrt"
+    cuda.DEVICE.count = 0
+    assert open_engines(bundle).backend == "onnxruntime-cpu"
+    with pytest.raises(InputError, match="no CUDA device"):
+        open_engines(bundle, "tensorrt")
+
+
+# --- what must not be loaded -----------------------------------------------------------------
+
+
+def edit(bundle: Path, tmp_path: Path, **changes: Any) -> Path:
+    """A copy of the bundle whose plan entries are changed; None removes them."""
+    import shutil
+
+    copy = tmp_path / "b"
+    shutil.copytree(bundle, copy, symlinks=True)
+    (copy / "weights" / "trunk").unlink()
+    (copy / "weights" / "draft").unlink()
+    for role in ("trunk", "draft"):
+        (copy / "weights" / role).symlink_to((bundle / "weights" / role).resolve())
+    data = json.loads((copy / "manifest.json").read_text())
+    if changes.pop("remove", False):
+        data["plans"] = {}
+    for plan in data["plans"].values():
+        plan.update(changes)
+    (copy / "manifest.json").write_text(json.dumps(data))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"version": "8.6.1"},
+            r"built with TensorRT 8\.6\.1 on Stand-in GPU \(compute capability 9\.0\), this "
+            r"process has TensorRT 10\.9\.0\.34 on Stand-in GPU \(compute capability 9\.0\)",
+        ),
+        ({"compute_capability": "8.6"}, r"compute capability 8\.6\), this process has"),
+        ({"gpu": "NVIDIA L4"}, r"on NVIDIA L4 \("),
+        ({"flavour": "tensorrt-rtx"}, "has not been built, this process has"),
+        ({"remove": True}, "the draft plan has not been built"),
+        ({"source": "0" * 64}, r"was built from another graph than draft\.onnx"),
+    ],
+)
+def test_a_plan_of_another_kind_is_refused_with_the_command(
+    cuda: Any, bundle: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    copy = edit(bundle, tmp_path, **changes)
+    before = {p: p.read_bytes() for p in copy.rglob("*.plan")}
+    with pytest.raises(InputError, match=words) as error:
+        open_sessions(copy, Manifest.load(copy), "tensorrt")
+    assert f"eagle-chain build {copy} --backend tensorrt" in str(error.value)
+    assert {p: p.read_bytes() for p in copy.rglob("*.plan")} == before
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "one byte", "an onnx file", "missing"])
+def test_a_damaged_plan_is_refused_before_tensorrt_sees_it(
+    cuda: Any, bundle: Path, tmp_path: Path, damage: str
+) -> None:
+    copy = edit(bundle, tmp_path)
+    path = next(copy.rglob("trunk.plan"))
+    content = path.read_bytes()
+    flipped = content[:99] + bytes([content[99] ^ 1]) + content[100:]
+    contents = {"empty": b"", "half": content[: len(content) // 2], "one byte": flipped}
+    contents["an onnx file"] = (copy / "trunk.onnx").read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(contents[damage])
+    words = "cannot be read" if damage == "missing" else "is not the plan that was built"
+    with pytest.raises(InputError, match=rf"trunk\.plan: {words}.*eagle-chain build"):
+        open_sessions(copy, Manifest.load(copy), "tensorrt")
+
+
+def test_a_plan_that_does_not_load_gives_tensorrts_words(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_LOAD", "none")
+    words = r"cannot load it: magic tag does not match; build it again: eagle-chain build"
+    with standins(), pytest.raises(InputError, match=words):
+        open_sessions(bundle, Manifest.load(bundle), "tensorrt")
+
+
+def test_no_context_is_a_message_about_memory(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_CONTEXT", "none")
+    with pytest.raises(InputError, match="cannot make an execution context, which needs memory"):
+        engines.chain()
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_uploaded(
+    cuda: Any, bundle: Path
+) -> None:
+    cuda.DEVICE.properties.totalGlobalMem = 100_000
+    with pytest.raises(InputError, match=r"the weights take 1\.4 MB on the GPU, .* has 100\.0 kB"):
+        open_sessions(bundle, Manifest.load(bundle), "tensorrt")
+
+
+def test_a_binding_keeps_what_it_has_addresses_of(cuda: Any, engines: Engines) -> None:
+    encoder = engines.sessions["encoder"]
+    binding = encoder.bind(
+        {t.name: encoder.memory.allocate(t) for t in (*encoder.spec.inputs, *encoder.spec.outputs)}
+    )
+    assert isinstance(binding, TrtBinding)
+    gc.collect()
+    for address in binding._context.addresses.values():
+        assert address in cuda.allocated
+    binding.run()
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+def stored(values: list[float], dtype: str) -> np.ndarray[Any, Any]:
+    import ml_dtypes
+
+    kinds = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "BF16": ml_dtypes.bfloat16}
+    return np.array(values).astype(kinds[dtype])
+
+
+@pytest.mark.parametrize("wanted", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_conversion_rounds_as_ml_dtypes_does(dtype: str, wanted: str) -> None:
+    import ml_dtypes
+
+    random = np.random.default_rng(0)
+    values = [0.0, -0.0, 1.0, 3.14159, 6e-8, 1.00390625, 1.01171875, *random.normal(size=4000)]
+    given = stored(values, dtype)
+    view = given.view(np.uint16) if dtype == "BF16" else given
+    out = converted(view, dtype, TensorSpec("w", wanted, given.shape))
+    kinds = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+    assert out.tobytes() == given.astype(np.float32).astype(kinds[wanted]).tobytes()
+
+
+def test_nan_and_infinity_stay_what_they_are() -> None:
+    given = np.array([np.nan, np.inf, -np.inf], np.float32)
+    given.view(np.uint32)[0] = 0x7FFFFFFF  # a NaN whose upper half would round up to zero
+    bits = converted(given, "F32", TensorSpec("w", "bf16", (3,)))
+    back = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert np.isnan(back[0]) and back[1] == np.inf and back[2] == -np.inf
+    assert np.isnan(converted(given, "F32", TensorSpec("w", "fp16", (3,)))[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "wanted", "words"),
+    [
+        ([1.0, 1e5], "F32", "fp16", r"up to 1e\+05, fp16 ends at 65504"),
+        ([1, 1 << 40], "I64", "int32", "do not fit int32"),
+        ([1, 2], "I64", "fp16", "is I64, the engine wants fp16"),
+        ([1.0], "F32", "int32", "is F32, the engine wants int32"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    values: list[float], dtype: str, wanted: str, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        converted(stored(values, dtype), dtype, TensorSpec("w", wanted, (len(values),)))
+
+
+def test_blocks_cover_a_weight_at_any_offset(tmp_path: Path, monkeypatch: Any) -> None:
+    import eagle_chain.runtime.weights as module
+
+    monkeypatch.setattr(module, "BLOCK", 7)
+    values = np.arange(30, dtype=np.float32)
+    (tmp_path / "w").write_bytes(b"header 1234567" + values.tobytes())
+    spec = TensorSpec("w", "fp16", (30,))
+    found = np.zeros(30, np.float16)
+    for start, block in blocks(tmp_path, Weight("w", 14, "F32", (30,)), spec):
+        found[start // 2 : start // 2 + len(block)] = block
+    assert found.tolist() == values.tolist()
