@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ def with_bound_weights(model: onnx.ModelProto, *, converted: str = "") -> onnx.M
         graph.initializer.remove(tensor)
         graph.input.append(onnx.helper.make_tensor_value_info(name, dtypes[name], tensor.dims))
     return bound
+
+
+def read_bound(path: Path, dtype: str) -> bytes:
+    """The graph in a file with its weights as inputs, for the compute dtype `dtype`."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    content: bytes = with_bound_weights(model, converted=dtype).SerializeToString()
+    return content
 
 
 def bound_weights(model: onnx.ModelProto) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -27,13 +28,18 @@ COMMANDS = {
     "build": ("eagle_chain.engines.build", "compile a bundle's graphs to TensorRT plans"),
     "generate": ("eagle_chain.runtime.generate", "continue a text with a bundle"),
     "verify": ("eagle_chain.runtime.verify", "check a bundle's tokens against plain decoding"),
+    "bench": ("eagle_chain.runtime.bench", "time every part of a round"),
     "inspect": ("eagle_chain.engines.inspection", "tell what a bundle holds and needs"),
 }
 EXTRAS = {  # optional library -> the extra that brings it
     **dict.fromkeys(("onnx", "onnx_ir", "ml_dtypes"), "export"),
+    "matplotlib": "plot",
     "onnxruntime": "cpu",
     "torch": "parity",
 }
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a redirected output may break
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,6 +52,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # text that the terminal cannot show is no error
             stream.reconfigure(errors="backslashreplace")
@@ -56,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone: nothing to say, and nobody to say it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"the output cannot be written ({error.strerror})", 2, as_json=False)
 
 
 def _run(words: list[str]) -> int:
@@ -77,6 +91,10 @@ def _run(words: list[str]) -> int:
         return _fail("interrupted", 130, as_json)
     except BrokenPipeError:
         raise
+    except OSError as error:
+        if error.filename is None:  # the output is full, or a bug
+            raise
+        return _fail(f"{error.filename}: {error.strerror}", 2, as_json)
     except Exception as error:
         if as_json:
             print(json.dumps({"error": f"{type(error).__name__}: {error}"}))

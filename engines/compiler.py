@@ -23,6 +23,7 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour, dtype_names, load_flavour, logger
 from eagle_chain.engines.gpu import cuda_runtime
+from eagle_chain.engines.plans import LAYERS
 from eagle_chain.engines.spec import TensorSpec
 
 Send = Callable[[dict[str, Any]], None]
@@ -81,8 +82,13 @@ class Compiler:
         self.request = request
         self.flavour = flavour
         self.send = send
-        self.log = logger(flavour.trt, lambda text: send({"log": text}))
-        self.builder = flavour.trt.Builder(self.log)
+        self.said: list[str] = []
+        self.log = logger(flavour.trt, self._note)
+        try:
+            self.builder = flavour.trt.Builder(self.log)
+        except TypeError:  # what the bindings make of a builder that could not be had
+            words = " | ".join(dict.fromkeys(self.said))
+            raise InputError(f"TensorRT {flavour.version} cannot start here: {words}") from None
         self._monitor: Any = None  # TensorRT only borrows it: it must outlive the build
 
     def compile(self, job: Job) -> dict[str, Any]:
@@ -109,6 +115,10 @@ class Compiler:
         if not self.flavour.ahead_of_time:
             report |= self._read_back(job, plan)
         return report
+
+    def _note(self, text: str) -> None:
+        self.said.append(text)
+        self.send({"log": text})
 
     def _network(self, job: Job) -> tuple[Any, Any]:
         """Parse the graph; the parser owns what the network refers to."""
@@ -202,7 +212,7 @@ class Compiler:
         check_io(job.name, job.inputs, job.outputs, engine_io(trt, engine), "the plan")
         inspector = engine.create_engine_inspector()
         text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-        Path(job.plan).with_suffix(".layers.json").write_text(text, encoding="utf-8")
+        Path(job.plan).with_suffix(LAYERS).write_text(text, encoding="utf-8")
         return {"scratch_bytes": scratch_bytes(engine), "plan_layers": engine.num_layers}
 
 

@@ -90,6 +90,8 @@ def load_flavour(name: str) -> Flavour:
         raise InputError(
             f"{title} is in this {python} but cannot be loaded ({error}). {_INSTALL[name]}"
         ) from error
+    if not hasattr(trt, "__version__"):  # a folder of that name on the path
+        raise InputError(f"{title} is not installed in this {python}. {_INSTALL[name]}")
     version = str(trt.__version__)
     if not any(f"{version}.".startswith(f"{known}.") for known in _SUPPORTED[name]):
         raise InputError(f"{title} {version} is not supported. {_INSTALL[name]}")

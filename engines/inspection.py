@@ -14,6 +14,7 @@ from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
 from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.plans import plan_report
 from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import ITEM_BYTES, EngineSpec, Options, StatePair, TensorSpec
 
@@ -131,7 +132,9 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
             "total": _computed_bytes(manifest) + state_bytes,
         },
         "made_with": manifest.made_with,
-        "plans": sorted(manifest.plans),
+        "plans": [
+            plan_report(folder, name, manifest.plans[name]) for name in sorted(manifest.plans)
+        ],
     }
 
 
@@ -156,7 +159,14 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
         f"memory   weights {human_bytes(memory['weights'])} as {manifest.options.dtype} "
         f"+ states {human_bytes(memory['states'])} = {human_bytes(memory['total'])}"
     )
-    print(f"plans    {', '.join(report['plans']) or 'none'}")
+    for plan in report["plans"]:
+        size = human_bytes(plan["bytes"]) if plan["bytes"] is not None else "missing"
+        print(f"plan     {plan['file']}: {size}, {plan['target']}, weights {plan['weights']}")
+        if plan["layers"]:
+            counts = (f"{count} {dtype}" for dtype, count in plan["layers"].items())
+            print(f"         layers by what they write: {', '.join(counts)}")
+    if not report["plans"]:
+        print("plans    none")
     print(f"made by  {versions}")
 
 

@@ -32,7 +32,7 @@ from eagle_chain.engines.strict_json import decode, dumps, encode, listed, shown
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-PROFILES = ("portable", "standard")
+PROFILES = ("portable", "standard", "ort-cuda", "ort-fused")
 DEBUG_OUTPUTS = ("logits", "S_rows")
 STORED_BYTES = {  # dtypes of safetensors
     **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
@@ -284,7 +284,7 @@ def _check_names(manifest: Manifest) -> None:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name:
             raise InputError(f"path {name!r} is not a plain path inside the bundle")
-        if "\0" in name or not path.parts:
+        if not path.parts or any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
             raise InputError(f"path {name!r} is not a file name")
     for name, weight in manifest.weights.items():
         where = f"weights[{name!r}]"
@@ -342,7 +342,7 @@ def _check_weight_file(folder: Path, name: str, file: WeightFile, command: str) 
     """The weight file is there, of its size, with the header and edges it had at export."""
     path = folder / name
     link = folder.joinpath(*PurePosixPath(name).parts[:2])
-    aim = f" (link to {os.readlink(link)})" if link.is_symlink() else ""
+    aim = f" (link to {os.readlink(link)})" if os.path.islink(link) else ""
     mend = f"restore the file, or export again: {command}"
     if aim:
         mend = f"point {link} at the checkpoint folder, or export again: {command}"

@@ -16,6 +16,7 @@ from eagle_chain.engines.spec import EngineSpec, TensorSpec
 # Measured with TensorRT-RTX: the process itself, and what each node of a graph adds to it.
 BUILDER_BYTES = 250_000_000
 NODE_BYTES = 110_000
+BAKED_COPIES = 3  # of a graph's weights: as parsed, as optimised, in the plan
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def estimate(
     distinct = {tensor.name: tensor for tensor in used}.values()
     on_device = sum(tensor.nbytes for tensor in (used if baked else distinct))
     build = BUILDER_BYTES + nodes * NODE_BYTES
-    if baked:  # the plan is assembled in memory, from a copy of the weights
-        build += 2 * max(sum(t.nbytes for t in tensors) for tensors in weights.values())
+    if baked:
+        build += BAKED_COPIES * max(sum(t.nbytes for t in tensors) for tensors in weights.values())
     return Estimate(on_device, sum(map(_chain_bytes, _distinct_states(specs))), build)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import RTX, Flavour
@@ -14,6 +17,10 @@ from eagle_chain.engines.gpu import Device
 from eagle_chain.engines.manifest import Manifest, Plan, file_hash
 
 PLANS = "plans"
+LAYERS = ".layers.json"  # beside a plan: what TensorRT's inspector says of it
+
+_DTYPE_KEYS = ("Format/Datatype", "DataType", "Datatype")
+_DTYPE = re.compile(r"FP32|FP16|BF16|FP8|INT8|INT32|INT64|UINT8|BOOL|FLOAT|HALF")
 
 
 @dataclass(frozen=True)
@@ -124,3 +131,32 @@ def check_plan(path: Path, plan: Plan, command: str) -> None:
 
 def _described(plan: Plan) -> str:
     return described(plan.flavour, plan.version, plan.gpu, plan.compute_capability)
+
+
+def plan_report(folder: Path, name: str, plan: Plan) -> dict[str, Any]:
+    """What there is to know about one plan, its layers by the dtypes they write included."""
+    path = folder / name
+    return {
+        "file": name,
+        "bytes": path.stat().st_size if path.is_file() else None,
+        "target": _described(plan),
+        "weights": plan.weights,
+        "options": list(plan.options),
+        "layers": layer_dtypes(path.with_suffix(LAYERS)),
+    }
+
+
+def layer_dtypes(path: Path) -> dict[str, int]:
+    """How many layers of a plan write which dtypes, from TensorRT's inspector; {} if it was not."""
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    layers = json.loads(text, strict=False).get("Layers", [])  # TensorRT escapes nothing
+    outputs = (layer.get("Outputs", []) if isinstance(layer, dict) else [] for layer in layers)
+    return dict(Counter(" + ".join(sorted(set(map(_dtype, row)))) or "none" for row in outputs))
+
+
+def _dtype(output: dict[str, Any]) -> str:
+    words = str(next((output[key] for key in _DTYPE_KEYS if key in output), "")).upper()
+    match = _DTYPE.search(words)  # "Row major linear FP16 format" in 8.6, "Half" later
+    return match[0] if match else "unknown"

@@ -81,8 +81,14 @@ class GraphBuilder:
         outputs: Sequence[tuple[str, tuple[int, ...]] | None],
         **attributes: Any,
     ) -> list[ir.Value]:
-        """Record a node of another operator domain; `outputs` are (dtype, shape) of each result,
-        None where the reader of the graph infers them.
+        """Record a node of another operator domain.
+
+        Args:
+            domain: Of the operator.
+            op_type: Its name.
+            inputs: None where an optional input is left out.
+            outputs: Dtype and shape of each result, None where the graph's reader infers them.
+            **attributes: Of the node.
         """
         self._domains[domain] = 1
         results = [
@@ -183,7 +189,7 @@ class GraphBuilder:
         return self._used[key]
 
     def derived(self, form: Derived) -> ir.Value:
-        """A weight in another form, as a further graph input; whoever loads the weights makes it."""
+        """A weight in another form: a further input of the graph, made when weights are loaded."""
         key = (form.name, form.dtype)
         if key not in self._used:
             shapes = [self.weight_shape(name) for name in form.sources]

@@ -147,4 +147,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        message = f"got {text!r}, wanted layers with commas between, like 1,15,28"
+        raise argparse.ArgumentTypeError(message) from None

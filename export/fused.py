@@ -7,12 +7,13 @@ sums of whole rows differ from the other profiles; the states have the same layo
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import onnx_ir as ir
 
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.spec import Options
-from eagle_chain.export.builder import GraphBuilder
+from eagle_chain.export.builder import ONNX_DTYPE, GraphBuilder
 from eagle_chain.export.draft import target_id
 from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
 from eagle_chain.export.trunk import TrunkGraph
@@ -38,7 +39,7 @@ class Fused(Portable):
     def add_norm(
         self, h: ir.Value, delta: ir.Value, weight: str, eps: float, *, centred: bool
     ) -> tuple[ir.Value, ir.Value]:
-        """h + delta, and its norm."""
+        """H + delta, and its norm."""
         g = self.g
         like = (g.dtype, _shape(delta))
         total, normed = g.node(
@@ -52,7 +53,7 @@ class Fused(Portable):
         return total, normed
 
     def linear(self, x: ir.Value, *names: str) -> ir.Value:
-        """x [R, K] times up to four weights [N, K], side by side: [R, sum of N]."""
+        """X [R, K] times up to four weights [N, K], side by side: [R, sum of N]."""
         g = self.g
         width = sum(g.weight_shape(name)[0] for name in names)
         weights = [g.weight(name) for name in names]
@@ -71,8 +72,12 @@ class Fused(Portable):
     def embed(self, ids: ir.Value, table: str) -> ir.Value:
         """Rows of the embedding, with their shape."""
         rows = super().embed(ids, table)
-        rows.shape = ir.Shape((*_shape(ids), self.g.weight_shape(table)[1]))
-        return rows
+        return self.shaped(rows, *_shape(ids), self.g.weight_shape(table)[1])
+
+    def shaped(self, x: ir.Value, *shape: int) -> ir.Value:
+        """`x`, a value of the compute dtype, with its shape noted."""
+        x.dtype, x.shape = ONNX_DTYPE[self.g.dtype], ir.Shape(shape)
+        return x
 
     def attend(
         self,
@@ -104,8 +109,8 @@ class Fused(Portable):
         """
         g = self.g
         rows, cache = _shape(query)[0], (1, heads.kv, slots, heads.dim)
-        stretch = -(-(-(-slots // STRETCHES)) // TILE) * TILE
-        pieces = -(-slots // stretch)
+        stretch = math.ceil(math.ceil(slots / STRETCHES) / TILE) * TILE
+        pieces = math.ceil(slots / stretch)
         pairs = rows * heads.query
         gates = [g.weight(name, "fp32") for name in norms] if norms else []
         y, key, value, *_ = g.node(
@@ -156,9 +161,7 @@ class FusedTrunk(TrunkGraph):
     def rotary(self) -> Rotary:
         """The whole tables: the kernel picks the rows."""
         config = self.config
-        return self.low.whole_rotary(
-            self.options.kv_rows, config.rope_theta, config.rotary_dim
-        )
+        return self.low.whole_rotary(self.options.kv_rows, config.rope_theta, config.rotary_dim)
 
     def add_norm(self, h: ir.Value, delta: ir.Value, weight: str) -> tuple[ir.Value, ir.Value]:
         """One node."""
@@ -187,7 +190,9 @@ class FusedTrunk(TrunkGraph):
         """Gated DeltaNet behind one product for u, z, b and a."""
         g, low, config = self.g, self.low, self.config
         prefix = f"layers.{i}.linear_attn"
-        fused = low.linear(x, *(f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
+        fused = low.linear(
+            x, *(f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+        )
         states = [f"layers.{i}.{part}" for part in ("S", "log_key", "log_delta", "log_decay")]
         states.append(f"layers.{i}.window")
         like = {pair.input: (pair.dtype, pair.shape) for pair in g.spec.states}
@@ -248,9 +253,7 @@ def record_fused_draft(
     def chosen(x: ir.Value) -> ir.Value:
         if rows == 1:
             return x
-        picked = g.Gather(x, row, axis=0)
-        picked.shape = ir.Shape((1, _shape(x)[1]))
-        return picked
+        return low.shaped(g.Gather(x, row, axis=0), 1, _shape(x)[1])
 
     embedded = low.rms_norm(
         low.embed(g.input("ids"), "embed_tokens.weight"),
@@ -259,15 +262,18 @@ def record_fused_draft(
         centred=False,
     )
     normed = low.rms_norm(g.input("g"), f"{layer}.hidden_norm.weight", eps, centred=False)
-    joined = g.Concat(embedded, normed, axis=-1)
-    joined.shape = ir.Shape((rows, 2 * config.hidden_size))
+    joined = low.shaped(g.Concat(embedded, normed, axis=-1), rows, 2 * config.hidden_size)
     here = g.Add(position, row)  # int32 [1]: where the wanted row stands
     names = [f"{attention}.{part}_proj.weight" for part in "qkv"]
     if rows == 1:
         query = kv = low.linear(joined, *names)
         kv_offset = heads.query * heads.dim
     else:
-        query, kv, kv_offset = low.linear(chosen(joined), names[0]), low.linear(joined, *names[1:]), 0
+        query, kv, kv_offset = (
+            low.linear(chosen(joined), names[0]),
+            low.linear(joined, *names[1:]),
+            0,
+        )
     mixed = low.attend(
         query,
         kv,
@@ -303,4 +309,4 @@ def record_fused_encoder(g: GraphBuilder, low: Fused) -> None:
 
 def _shape(x: ir.Value) -> tuple[int, ...]:
     assert x.shape is not None, "every value that enters a fused node has a shape"
-    return tuple(int(extent) for extent in x.shape)
+    return tuple(extent for extent in x.shape if isinstance(extent, int))

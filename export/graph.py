@@ -47,7 +47,9 @@ def build_graphs(
     return graphs
 
 
-def _record(name: str, g: GraphBuilder, low: Portable, draft: DraftConfig, options: Options) -> None:
+def _record(
+    name: str, g: GraphBuilder, low: Portable, draft: DraftConfig, options: Options
+) -> None:
     if name == "encoder":
         record_encoder(g)
     else:

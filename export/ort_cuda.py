@@ -12,17 +12,18 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from eagle_chain.engines.derived import Derived
-from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
+from eagle_chain.export.lowering import Heads, Rotary, rotary_tables
+from eagle_chain.export.standard import Standard
 from eagle_chain.export.trunk import TrunkGraph
 
 DOMAIN = "com.microsoft"
 
 
-class OrtCuda(Portable):
-    """Building blocks in com.microsoft operators."""
+class OrtCuda(Standard):
+    """Building blocks in com.microsoft operators, the draft's attention as in `standard`."""
 
     def join(self, x: ir.Value, *names: str) -> ir.Value:
-        """x [R, K] times several weights [N, K] in one product: [R, sum of N]."""
+        """X [R, K] times several weights [N, K] in one product: [R, sum of N]."""
         g = self.g
         if len(names) == 1:
             return g.linear(x, names[0])
@@ -33,9 +34,9 @@ class OrtCuda(Portable):
         return self.g.derived(Derived((weight,), self.g.dtype, float(centred)))
 
     def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
-        """SimplifiedLayerNormalization, whose statistics are fp32."""
+        """RMSNormalization, whose statistics are fp32."""
         gamma = self.gamma(weight, centred=centred)
-        return self.g.SimplifiedLayerNormalization(x, gamma, axis=-1, epsilon=eps, stash_type=1)
+        return self.g.RMSNormalization(x, gamma, axis=-1, epsilon=eps)
 
     def add_norm(
         self, h: ir.Value, delta: ir.Value, weight: str, eps: float
@@ -76,9 +77,7 @@ class OrtCudaTrunk(TrunkGraph):
         g, config = self.g, self.config
         cos, sin = (
             g.constant(table.astype(g.numpy_dtype))
-            for table in rotary_tables(
-                self.options.kv_rows, config.rope_theta, config.rotary_dim
-            )
+            for table in rotary_tables(self.options.kv_rows, config.rope_theta, config.rotary_dim)
         )
         return Rotary(cos, sin, config.rotary_dim)
 

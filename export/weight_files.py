@@ -7,6 +7,7 @@ was cut, padded or garbled is refused before anything is made from it.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -82,6 +83,14 @@ def read_folder(folder: Path) -> WeightFolder:
     if not present:
         _refuse_other_formats(folder)
     _refuse_missing_shards(folder, present)
+    raise_all(
+        str(folder),
+        [
+            f"{show(name)} is not a name that a graph can refer to; rename the file"
+            for name in present[:10]
+            if not _is_plain(name)
+        ],
+    )
     tensors: dict[str, StoredTensor] = {}
     problems = []
     for file in _read_files(folder, present):
@@ -196,7 +205,7 @@ def _read_indexed(folder: Path, present: list[str]) -> WeightFolder:
     raise_all(str(index), problems[:10])
 
     shards = sorted(set(weight_map.values()))
-    missing = [name for name in shards if not (folder / name).is_file()]
+    missing = [name for name in shards if not os.path.isfile(folder / name)]  # never raises
     if missing:
         names = f"{', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}"
         count = f"{len(missing)} of the {len(shards)} files in {INDEX} are missing"
@@ -228,7 +237,7 @@ def _is_plain(name: Any) -> bool:
         isinstance(name, str)
         and name.endswith(".safetensors")
         and not any(c in name for c in "/\\:\0")
-        and name != ".."
+        and not any(0xD800 <= ord(c) <= 0xDFFF for c in name)  # bytes that are not UTF-8
     )
 
 

@@ -240,7 +240,7 @@ class Chain:
             The tokens that are now settled, how many of them were drafts, the trunk calls made.
         """
         cache, replay, calls = self.cache, self._replay, 1
-        if replay:
+        if replay and len(ids) > 1:
             self._before = cache.snapshot(kv=False, into=self._before)
         next_ids, accepted = self._call(ids)
         tokens = cut(next_ids[: accepted + 1], room, stops)

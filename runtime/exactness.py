@@ -1,9 +1,11 @@
 """Chain against plain: the same requests decoded with drafts and without, token for token.
 
-A mismatch does not end a comparison: decoding goes on from plain's tokens, that one included. Where
-the bundle gives logits, a mismatch comes with a certificate. The backend's noise is what the logits
-of both computations differ by at positions that agree; a mismatch is within the bound if, in the
-plain computation, the chain's token trails plain's by no more than 4 times its 99.9th percentile.
+A mismatch does not end a comparison: decoding goes on from plain's tokens, that one included.
+
+On a backend that computes every row of a call alike (`BIT_EXACT`), no token may differ, and no bit
+of a logit where the bundle gives them. On others a mismatch needs a certificate: the noise is what
+the logits of both computations differ by at positions that agree, and in the plain computation the
+chain's token may trail plain's by 4 times its 99.9th percentile at most.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.stats import Round, Stats
 
+BIT_EXACT = frozenset({"onnxruntime-cpu"})  # backends; docs/exactness.md has the proof
 PERCENTILE, TIMES = 0.999, 4  # of the logit differences; the bound is so many times that
 TOKENS_PER_MISMATCH = 1000  # more mismatches than one in so many fail whatever the margins
 REPEAT = 12  # tokens; a run of so many that has occurred before is a repetition
@@ -138,6 +141,7 @@ class Comparison:
         script: Its drafter if that is a `Script`.
         budget: New tokens per prompt.
         tokens_to_come: That of all prompts.
+        bit_exact: Whether even logits must be the same.
     """
 
     chain: Chain
@@ -145,6 +149,7 @@ class Comparison:
     script: Script | None
     budget: int
     tokens_to_come: int
+    bit_exact: bool
     tokens: int = 0  # compared so far
     mismatches: list[Mismatch] = field(default_factory=list)
     differences: Differences | None = None  # None until there are logits
@@ -162,15 +167,26 @@ class Comparison:
         return len(self.mismatches) > max(1, self.tokens_to_come / TOKENS_PER_MISMATCH)
 
     @property
+    def bits_differ(self) -> bool:
+        """Whether logits differ where even their bits should be the same."""
+        return self.bit_exact and self.differences is not None and self.differences.largest > 0
+
+    @property
     def passed(self) -> bool:
         """Whether nothing differs but near-ties, and few of them."""
-        return not (self.too_many or self.unplanned or any(map(self.beyond, self.mismatches)))
+        faults = (self.too_many, self.unplanned, self.bits_differ)
+        return not (any(faults) or any(map(self.beyond, self.mismatches)))
+
+    @property
+    def bound(self) -> float | None:
+        """What a mismatch may trail by; None if that is not known."""
+        if self.bit_exact:
+            return 0.0
+        return self.differences.bound if self.differences else None
 
     def beyond(self, mismatch: Mismatch) -> bool:
         """Whether a mismatch is more than the backend's noise explains, as far as is known."""
-        if mismatch.gap is None or self.differences is None:
-            return True
-        return mismatch.gap > self.differences.bound
+        return mismatch.gap is None or self.bound is None or mismatch.gap > self.bound
 
     def add(self, number: int, plain: Plain) -> None:
         """Decode one more prompt; broken off once too many tokens differ."""
@@ -224,7 +240,7 @@ def _until_nan(rounds: Iterator[Round]) -> Iterator[Round]:
 
 
 def _logits(cache: Cache, count: int) -> list[Logits]:
-    """The logits that chose the last `count` tokens, of the rows kept last; none if not exported."""
+    """The logits that chose the last `count` tokens; none if the bundle does not give them."""
     output: Any = cache.outputs[cache.parity].get("logits")
     return list(output.read()[cache.kept - count : cache.kept]) if output else []
 

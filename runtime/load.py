@@ -10,7 +10,7 @@ from typing import Literal
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import FLAVOURS
 from eagle_chain.engines.manifest import Manifest
-from eagle_chain.runtime import trt
+from eagle_chain.runtime import ort_cuda, trt
 from eagle_chain.runtime.buffers import HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain, Rollback
@@ -28,6 +28,7 @@ BACKENDS: tuple[Backend, ...] = (
     "tensorrt",
     "tensorrt-rtx",
 )
+MOST_THREADS = 1024  # ONNX Runtime starts whatever it is told to, until the machine stands still
 DRAFTERS: tuple[DrafterName, ...] = ("eagle", "none")
 
 
@@ -113,8 +114,8 @@ def open_engines(
     """Load the engines of a bundle once, for several chains; arguments and errors as in `load`."""
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
-    if threads is not None and threads < 1:
-        raise InputError(f"threads is {threads}, expected 1 or more")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"threads is {threads}, expected 1 to {MOST_THREADS}")
     folder = Path(bundle)
     manifest = Manifest.load(folder)
     stop_ids = stop_token_ids(folder) | set(manifest.trunk.eos_ids)
@@ -122,8 +123,8 @@ def open_engines(
         backend = _best(manifest)
     if backend in FLAVOURS:
         return Engines(manifest, backend, *trt.open_sessions(folder, manifest, backend), stop_ids)
-    if backend != "onnxruntime-cpu":
-        raise InputError(f"backend {backend} is not available yet: use onnxruntime-cpu")
+    if backend == "onnxruntime-cuda":
+        return Engines(manifest, backend, *ort_cuda.open_sessions(folder, manifest), stop_ids)
     if manifest.options.dtype == "bf16":
         raise InputError(
             f"{folder}: was exported as bf16, which ONNX Runtime has no CPU kernels for; "

@@ -43,13 +43,28 @@ class Clock:
         return {"median_ms": self.median, "p10_ms": low, "p90_ms": high, "runs": len(self.times)}
 
 
-def clock(memory: Memory, work: Callable[[], object], runs: int = 50, warm_up: int = 5) -> Clock:
-    """Time `work` run by run: device time between events on a GPU, wall time on the host."""
+def nothing() -> None:
+    """Do nothing."""
+
+
+def clock(
+    memory: Memory,
+    work: Callable[[], object],
+    runs: int = 50,
+    warm_up: int = 5,
+    prepare: Callable[[], object] = nothing,
+) -> Clock:
+    """Time `work` run by run: device time between events on a GPU, wall time on the host.
+
+    `prepare` runs before each and is not counted.
+    """
     for _ in range(warm_up):
+        prepare()
         work()
     if not isinstance(memory, CudaMemory):
         times = []
         for _ in range(runs):
+            prepare()
             start = time.perf_counter()
             work()
             times.append((time.perf_counter() - start) * 1e3)
@@ -57,6 +72,7 @@ def clock(memory: Memory, work: Callable[[], object], runs: int = 50, warm_up: i
     memory.synchronize()
     marks = [(memory.event(), memory.event()) for _ in range(runs)]
     for before, after in marks:
+        prepare()
         before.record()
         work()
         after.record()
@@ -64,10 +80,16 @@ def clock(memory: Memory, work: Callable[[], object], runs: int = 50, warm_up: i
     return Clock(tuple(after.milliseconds_since(before) for before, after in marks))
 
 
-def host_time(memory: Memory, work: Callable[[], object], runs: int = 50) -> float:
+def host_time(
+    memory: Memory,
+    work: Callable[[], object],
+    runs: int = 50,
+    prepare: Callable[[], object] = nothing,
+) -> float:
     """Median wall time, in milliseconds, that the host needs to queue `work`."""
     times = []
     for _ in range(runs):
+        prepare()
         start = time.perf_counter()
         work()
         times.append((time.perf_counter() - start) * 1e3)
@@ -140,12 +162,12 @@ def _fill(buffer: CudaBuffer, pool: Buffer, random: np.random.Generator) -> None
 
 
 def weight_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of weights that one call reads: all of them but the embedding, of which it reads rows."""
+    """Bytes of weights that one call reads: of the embedding only rows, so none are counted."""
     return sum(s.nbytes for s in specs if s.name != "embed_tokens.weight")
 
 
 def state_bytes(spec: EngineSpec, position: int) -> int:
-    """Bytes of states that one call moves: KV rows read up to `position`, the others read, written."""
+    """Bytes of states that one call moves: KV rows up to `position`, S and window both ways."""
     total = 0
     for pair in spec.states:
         size = pair.tensors[0].nbytes

@@ -105,6 +105,8 @@ def onnxruntime() -> Any:
     try:
         import onnxruntime as module  # type: ignore[import-untyped]
     except ImportError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C while its library starts
+            raise KeyboardInterrupt from None
         raise InputError(
             f"onnxruntime cannot be imported ({error}): pip install 'eagle-chain[cpu]'"
         ) from None

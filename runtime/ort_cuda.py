@@ -1,7 +1,7 @@
 """ONNX Runtime on a GPU: every address settled, weights shared on the device, runs replayed.
 
-A session computes on the stream of its memory. Nothing of a run touches the host: the runs of several
-bindings, captured one after the other, make one CUDA graph.
+A session computes on the stream of its memory. Nothing of a run touches the host: the runs of
+several bindings, captured one after the other, make one CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from eagle_chain.engines.bound import read_bound
+from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.kernel_library import build_cuda
+from eagle_chain.engines.manifest import Manifest, Weight
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
-from eagle_chain.runtime.cuda import CudaMemory, Replay
+from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory, Replay
 from eagle_chain.runtime.ort import ELEMENT_TYPES, SPEC_DTYPES, onnxruntime
-from eagle_chain.runtime.session import check_tensors
+from eagle_chain.runtime.session import Session, check_tensors
+from eagle_chain.runtime.weights import blocks, converted, upload
 
+LIBRARIES = "plans"  # folder of a bundle for what is compiled for one GPU
 WARM_UP = 2  # plain runs before a capture: ONNX Runtime allocates and picks algorithms in them
 
 
@@ -138,3 +146,57 @@ class OrtCudaBinding:
 
 def _placed(tensor: TensorSpec, buffer: Buffer) -> tuple[Any, list[int], int]:
     return ELEMENT_TYPES[tensor.dtype], list(tensor.shape), buffer.address
+
+
+def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[str, Session]]:
+    """Load every engine of a bundle on the GPU, over one copy of the weights.
+
+    Raises:
+        InputError: There is no GPU, a package is missing, or the bundle does not suit it.
+    """
+    memory = CudaMemory()
+    library = None
+    if manifest.options.profile == "ort-fused":
+        library = build_cuda(folder / LIBRARIES, memory.info.compute_capability)
+    sessions = {}
+    for name, spec in manifest.specs.items():
+        model = read_bound(folder / f"{name}.onnx", manifest.options.dtype)
+        sessions[name] = OrtCudaSession(model, spec, memory, library=library)
+    wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
+    forms = {tensor: Derived.parse(tensor.name) for tensor in wanted}
+    stored = [tensor for tensor, form in forms.items() if form is None]
+    made: dict[TensorSpec, Buffer] = {**upload(folder, manifest.weights, stored, memory)}
+    for tensor, form in forms.items():
+        if form is not None:
+            made[tensor] = derived(folder, manifest.weights, form, tensor, memory)
+    for session in sessions.values():
+        session.bound = {tensor.name: made[tensor] for tensor in session.weights}
+    return memory, dict(sessions)
+
+
+def derived(
+    folder: Path,
+    table: Mapping[str, Weight],
+    form: Derived,
+    tensor: TensorSpec,
+    memory: CudaMemory,
+) -> CudaBuffer:
+    """A weight in the form that a graph asks for, put together on the device."""
+    assert not form.transposed, "no graph asks for a transposed weight yet"
+    buffer = memory.allocate(tensor)
+    start = 0
+    for name in form.sources:
+        weight = table[name]
+        if form.offset:
+            raised = TensorSpec(name, "fp32", weight.shape)
+            parts = [values for _, values in blocks(folder, weight, raised)]
+            values = np.concatenate(parts) + np.float32(form.offset)
+            values = converted(values, "F32", TensorSpec(name, form.dtype, weight.shape))
+            memory.upload(buffer.address + start, values)
+            start += values.nbytes
+            continue
+        source = TensorSpec(name, form.dtype, weight.shape)
+        for at, values in blocks(folder, weight, source):
+            memory.upload(buffer.address + start + at, values)
+        start += source.nbytes
+    return buffer

@@ -3,13 +3,13 @@
 What the trunk leaves (the pending token, how many rows were kept, where the next call stands) is
 written straight to where the next call reads it, and a drafted token straight to its row of the
 trunk's ids. So a round is a fixed sequence of engine runs over fixed addresses, one sequence per
-parity; on a GPU each is captured once and replayed. The host reads W + 1 integers of a round, and may
-do so while the next round already runs.
+parity; on a GPU each is captured once and replayed. The host reads W + 1 integers of a round, and
+may do so while the next round already runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,17 @@ class Rounds:
                 buffer.zero()
         self._rows.write(self.k + 1)
 
+    def stand(self, position: int) -> None:
+        """Pretend that a call ended at `position`, for measuring."""
+        for side in self._sides:
+            side["position"].write(position)
+            side["kept"].write(min(3, self.width))
+            side["accepted"].write(min(2, self.width - 1))
+
+    def fill(self, work: Callable[[Iterable[tuple[StatePair, Buffer, Buffer]]], None]) -> None:
+        """Let `work` write into the buffers of every state."""
+        work(self._states)
+
     def start(self, prompt: Sequence[int]) -> int:
         """Feed a prompt into an empty sequence and return the token that follows it."""
         self.reset()
@@ -92,7 +103,9 @@ class Rounds:
             self._rows.write(len(ids))
             self.trunk[self.parity].run()
             next_ids = [int(i) for i in after["next_ids"].read()]
-            follows = prompt[at + len(ids)] if at + len(ids) < len(prompt) else next_ids[len(ids) - 1]
+            follows = (
+                prompt[at + len(ids)] if at + len(ids) < len(prompt) else next_ids[len(ids) - 1]
+            )
             # what the draft will be run over: the prompt shifted by one, never the trunk's choices
             after["next_ids"].write(self._padded([*ids[1:], follows]))
             after["accepted"].write(len(ids) - 1)

@@ -50,7 +50,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, with whatever the tokenizer puts around one."""
-        return list(self._backend.encode(text).ids)
+        return self._encode(text)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of the ids; `special` shows special tokens."""
@@ -70,12 +70,10 @@ class Tokenizer:
         Raises:
             InputError: There is no chat template, or it refuses these messages.
         """
-        text = self.render_chat(messages, **variables)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The conversation as the template writes it; arguments and errors as in `encode_chat`."""
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         source = self._template()
@@ -90,16 +88,27 @@ class Tokenizer:
         given = {"messages": list(messages), "add_generation_prompt": True, **tokens, **variables}
         try:
             return environment.from_string(source).render(**given)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template may do anything that an expression can
             raise InputError(f"{self.folder}: the chat template failed: {error}") from error
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text has a lone surrogate (character {error.start})") from None
+        return list(self._backend.encode(text, **options).ids)
 
     def _template(self) -> str:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise InputError(f"{path}: cannot be read as text: {error}") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {t.get("name"): t.get("template") for t in template}.get("default")
+            named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         if not isinstance(template, str):
             raise InputError(
                 f"{self.folder}: has no chat template (chat_template.jinja, or chat_template in "
@@ -157,7 +166,11 @@ def stop_token_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
     if name is None or not path.is_file():
         return frozenset()
     added = _json(path).get("added_tokens") or []
-    return frozenset(t["id"] for t in added if t.get("content") == name)
+    if not isinstance(added, list) or not all(
+        isinstance(token, dict) and type(token.get("id")) is int for token in added
+    ):
+        raise InputError(f"{path}: added_tokens is not a list of tokens with an id")
+    return frozenset(token["id"] for token in added if token.get("content") == name)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -168,7 +181,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object")

@@ -20,7 +20,7 @@ from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
-from eagle_chain.runtime.buffers import Buffer
+from eagle_chain.runtime.buffers import ALIGNMENT, Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaError, CudaMemory, Replay
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import upload
@@ -128,7 +128,11 @@ class TrtSession:
 
 
 class TrtBinding:
-    """An execution context with all its addresses; keeps buffers and weights alive."""
+    """An execution context with all its addresses; keeps buffers and weights alive.
+
+    TensorRT wants addresses that are multiples of 256. A tensor elsewhere, like one id among the
+    rows of the next call, gets a buffer of its own and is copied to or from it with every run.
+    """
 
     def __init__(self, session: TrtSession, tensors: Mapping[str, Buffer]) -> None:
         engine, memory = session.engine, session.memory
@@ -138,8 +142,19 @@ class TrtBinding:
         self._scratch = memory.scratch(engine.scratch_bytes)
         memory.cuda.activate()
         self._context = engine.context(self._scratch)
+        self._before: list[tuple[CudaBuffer, Buffer]] = []  # copies: target, source
+        self._after: list[tuple[Buffer, CudaBuffer]] = []
+        written = {tensor.name for tensor in session.spec.all_outputs}
         for name, buffer in self._held.items():
-            if not self._context.set_tensor_address(name, buffer.address):
+            address = buffer.address
+            if address % ALIGNMENT:
+                own = memory.allocate(buffer.spec)
+                address = own.address
+                if name in written:
+                    self._after.append((buffer, own))
+                else:
+                    self._before.append((own, buffer))
+            if not self._context.set_tensor_address(name, address):
                 raise InputError(
                     f"{session.spec.name}: TensorRT refuses the address of {name}: "
                     f"{engine.log.last_errors()}"
@@ -155,10 +170,14 @@ class TrtBinding:
 
     def _enqueue(self) -> None:
         self._memory.cuda.activate()
+        for own, source in self._before:
+            own.copy_from(source)
         if not self._context.execute_async_v3(self._memory.stream):
             raise CudaError(
                 f"{self._engine.spec.name}: TensorRT did not run: {self._engine.log.last_errors()}"
             )
+        for target, own in self._after:
+            target.copy_from(own)
 
 
 def open_sessions(

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Checkpoint folders in, ready bundle out: scripts/build_engines.sh TRUNK DRAFT BUNDLE [export options]
+# Checkpoint folders in, ready bundle out, with TensorRT plans if build options follow a `--`:
+#   scripts/build_engines.sh TRUNK DRAFT BUNDLE [export options] [-- build options]
+#   scripts/build_engines.sh trunk draft bundle --dtype bf16 -- --backend tensorrt
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-  echo "usage: $0 TRUNK DRAFT BUNDLE [options of eagle-chain export]" >&2
+  echo "usage: $0 TRUNK DRAFT BUNDLE [options of eagle-chain export]" \
+    "[-- options of eagle-chain build]" >&2
   exit 2
 fi
 trunk=$1 draft=$2 bundle=$3
@@ -11,5 +14,14 @@ shift 3
 python=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python
 [ -x "$python" ] || python=python3
 
-"$python" -m eagle_chain.export "$trunk" "$draft" -o "$bundle" "$@"
+export=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+  export+=("$1")
+  shift
+done
+
+"$python" -m eagle_chain.export "$trunk" "$draft" -o "$bundle" "${export[@]}"
+if [ $# -gt 0 ]; then
+  "$python" -m eagle_chain.engines build "$bundle" "${@:2}"
+fi
 "$python" -m eagle_chain.engines inspect "$bundle"

@@ -6,9 +6,9 @@ plans cannot run here. A stand-in for TensorRT serves for what must go wrong on 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,8 +42,7 @@ RTX = ["--backend", "tensorrt-rtx", "--compute-capability"]
 CAPABILITIES = ("8.6", "8.9", "12.0")
 PLANS = "plans/tensorrt-10.9.0.34-Stand-in-GPU"
 rtx = pytest.mark.skipif(
-    not shutil.which("true") or not __import__("importlib").util.find_spec("tensorrt_rtx"),
-    reason="needs tensorrt-rtx-cu13",
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="needs tensorrt-rtx-cu13"
 )
 
 
@@ -260,6 +259,16 @@ def test_tensorrt_that_cannot_be_loaded_gives_the_reason(tmp_path: Path) -> None
             load_flavour("tensorrt")
 
 
+def test_a_folder_of_that_name_is_no_tensorrt(tmp_path: Path) -> None:
+    (tmp_path / "tensorrt").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        patch.delitem(sys.modules, "tensorrt", raising=False)
+        with pytest.raises(InputError, match="TensorRT is not installed"):
+            load_flavour("tensorrt")
+        sys.modules.pop("tensorrt", None)
+
+
 @pytest.mark.parametrize("version", ["7.2.3.4", "8.5.3", "9.1.0", "12.0.1"])
 def test_other_versions_are_refused(version: str) -> None:
     with standins(STANDIN_VERSION=version):
@@ -299,7 +308,6 @@ def test_building_elsewhere_gives_the_same(
     monkeypatch.chdir(bundle.parent)
     assert report(capsys, "build", "b", "--weights", "baked")["built"]
     first = (bundle / PLANS / "trunk.plan").read_bytes()
-    (bundle.parent / "tensorrt").mkdir()  # a folder of that name is no TensorRT
     monkeypatch.chdir("/")
     assert report(capsys, "build", str(bundle), "--weights", "baked", "--force")["built"]
     assert (bundle / PLANS / "trunk.plan").read_bytes() == first
@@ -311,8 +319,13 @@ def test_tf32_is_off_and_the_network_strongly_typed(
     report(capsys, "build", str(bundle), "--level", "1", "--workspace", "1.5GB")
     line = (bundle / PLANS / "trunk.plan").read_bytes().split(b"\n")[0]
     settings = json.loads(line.removeprefix(b"stand-in plan "))
-    assert settings == {"tf32": False, "flags": 2, "level": 1, "pools": 1}
-    assert "Row major linear FP32" in (bundle / PLANS / "trunk.layers.json").read_text()
+    assert settings == {
+        **{"tf32": False, "flags": 2, "level": 1, "pools": 1},
+        **{"fp16": False, "obey": False, "pinned": ["None"]},
+    }
+    inspected = report(capsys, "inspect", str(bundle))["plans"]
+    assert [plan["layers"] for plan in inspected] == [{"FP32": 1}] * 4
+    assert inspected[0]["target"].startswith("TensorRT 10.9.0.34 on Stand-in GPU")
     assert "a warning of the builder" in (bundle / PLANS / "build.log").read_text()
 
 
@@ -451,7 +464,7 @@ def test_the_estimate_is_what_a_chain_allocates(bundle: Path) -> None:
     engines.chain()
     manifest = Manifest.load(bundle)
     expected = estimate(manifest.specs, {"none": []}, 0, False).states
-    assert abs(taken - expected) < 0.02 * expected
+    assert 0 <= expected - taken < 0.05 * expected
 
 
 @pytest.mark.parametrize(
@@ -565,6 +578,21 @@ def test_the_dtypes_of_a_real_graph_have_both_kinds(
     floats = {o for n in model.graph.node for o in n.output if n.op_type in ("Gemm", "Exp")}
     assert floats <= dtypes.keys()
     assert dtypes["layers.0.S.next"] == "fp32" and dtypes["features"] == "fp16"
+
+
+def test_8_6_is_weakly_typed_with_every_layer_pinned(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert report(capsys, "build", str(bundle))["built"]
+    plan = bundle / "plans" / "tensorrt-8.6.1-Stand-in-GPU" / "trunk.plan"
+    settings = json.loads(plan.read_bytes().split(b"\n")[0].removeprefix(b"stand-in plan "))
+    assert settings == {
+        **{"tf32": False, "flags": 1, "level": 2, "pools": 0},
+        **{"fp16": True, "obey": True},
+        "pinned": ["DataType.FLOAT", "DataType.HALF", "None"],
+    }
 
 
 # --- the key ---------------------------------------------------------------------------------

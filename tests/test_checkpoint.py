@@ -602,6 +602,13 @@ def test_an_index_without_names(weight_map: Any, tmp_path: Path) -> None:
     assert "wanted names and files" in message(open_trunk, folder)
 
 
+def test_a_name_too_long_for_a_file_is_a_missing_file(tmp_path: Path) -> None:
+    folder, _ = write_pair(tmp_path, shards=2)
+    name = f"{'x' * 5000}.safetensors"
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    assert "1 of the 1 files" in message(open_trunk, folder)
+
+
 def test_an_index_of_other_files(tmp_path: Path) -> None:
     folder, _ = write_pair(tmp_path, shards=2)
     relabel(folder, more="model-00001-of-00002.safetensors")
@@ -622,6 +629,13 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
     save_file(head, tmp_path / "mtp.safetensors")
     _, checkpoint = open_trunk(tmp_path)
     assert len(checkpoint.mtp) == len(head)
+
+
+@pytest.mark.parametrize("name", [b"m\xff.safetensors", b"a\\b.safetensors"])
+def test_a_file_name_that_no_graph_can_hold_is_refused(name: bytes, tmp_path: Path) -> None:
+    folder, _ = write_pair(tmp_path)
+    (folder / WEIGHTS).rename(folder / os.fsdecode(name))
+    assert "not a name that a graph can refer to; rename the file" in message(open_trunk, folder)
 
 
 def test_other_formats_are_never_opened(tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ OUTCOMES: dict[str, tuple[Callable[[], Outcome], int, dict[str, Any]]] = {
     "a check failed": (done(False), 1, {"answer": 42}),
     "bad input": (raises(InputError("no such thing")), 2, {"error": "no such thing"}),
     "interrupted": (raises(KeyboardInterrupt()), 130, {"error": "interrupted"}),
+    "a place that may not be entered": (
+        raises(PermissionError(13, "Permission denied", "bundle/manifest.json")),
+        2,
+        {"error": "bundle/manifest.json: Permission denied"},
+    ),
     "missing library": (
         raises(ModuleNotFoundError("no", name="onnxruntime.capi")),
         2,
@@ -182,6 +187,36 @@ def test_a_closed_pipe_is_quiet(bundle: Path, words: list[str]) -> None:
     os.close(writer)
     assert child.returncode in ((0, 141) if "--help" in words else (141,))  # argparse may shrug
     assert child.stderr == b""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_no_crash(bundle: Path, closed: str) -> None:
+    words = [*COMMAND, "generate", str(bundle), "--max-new-tokens", "2"]
+    given = [] if closed == "<&-" else ["--prompt", "a"]
+    child = subprocess.run(
+        ["bash", "-c", f'"$@" {closed}', "bash", *words, *given], capture_output=True, timeout=60
+    )
+    assert b"Traceback" not in child.stderr
+    if closed == "<&-":
+        assert child.returncode == 2 and b"the prompt is empty" in child.stderr
+    else:
+        assert child.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_an_output_that_is_full_is_one_sentence(bundle: Path, options: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        child = subprocess.run(
+            [*COMMAND, "inspect", str(bundle), *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert child.returncode == 2 and b"Traceback" not in child.stderr
+    assert child.stderr.endswith(
+        b"eagle-chain: the output cannot be written (No space left on device)\n"
+    )
 
 
 @pytest.mark.parametrize("module", ["eagle_chain.export", "eagle_chain.runtime"])

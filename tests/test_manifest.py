@@ -248,6 +248,7 @@ ESCAPES = [
     "",
     ".",
     "x\0",
+    "x\ud800",
 ]
 
 
@@ -350,6 +351,15 @@ def test_missing_graph(bundle: Path) -> None:
 def test_missing_weights(bundle: Path) -> None:
     (bundle / WEIGHTS).unlink()
     assert "model.safetensors: cannot be read (No such file" in refusal(bundle)
+
+
+def test_a_name_too_long_for_a_file_is_refused(bundle: Path) -> None:
+    def change(data: Data) -> None:
+        data["files"][f"weights/{'x' * 5000}/m"] = data["files"].popitem()[1]
+        data["weights"] = {}
+
+    edit(bundle, change)
+    assert "cannot be read (File name too long)" in refusal(bundle)
 
 
 def test_weights_are_a_folder(bundle: Path) -> None:

@@ -332,7 +332,8 @@ def test_fp16_runs_here_and_is_exact(pair: tuple[Path, Path], tmp_path: Path) ->
     ("options", "message"),
     [
         ({"backend": "gpu"}, "backend is 'gpu', expected one of auto, onnxruntime-cpu"),
-        ({"threads": 0}, "threads is 0, expected 1 or more"),
+        ({"threads": 0}, "threads is 0, expected 1 to 1024"),
+        ({"threads": 1_000_000}, "threads is 1000000, expected 1 to 1024"),
         ({"drafter": "tree"}, "drafter is 'tree', expected one of eagle, none"),
         ({"draft_kv": "ring"}, "draft_kv is 'ring', expected 'kept' or 'scratch'"),
         ({"rollback": "none"}, "rollback is 'none', expected 'log' or 'replay'"),
@@ -349,6 +350,17 @@ def test_without_onnxruntime_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(InputError, match=r"pip install 'eagle-chain\[cpu\]'"):
+        load(bundle)
+
+
+def test_ctrl_c_while_onnxruntime_starts_is_an_interruption(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = "raise ImportError('initialization failed') from KeyboardInterrupt()"
+    (tmp_path / "onnxruntime.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
         load(bundle)
 
 

@@ -101,6 +101,8 @@ def test_a_template_in_its_own_file_comes_first(folder: Path) -> None:
         "{{ raise_exception('roles must alternate') }}",
         "{% for %}",
         "{{ messages[0].content.nothing.more }}",
+        "{{ 1 // 0 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
 def test_a_template_cannot_reach_out_and_fails_in_one_sentence(folder: Path, template: str) -> None:
@@ -122,6 +124,41 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InputError, match="has no chat template"):
         Tokenizer(tmp_path).encode_chat([])
+
+
+DEEP = "[" * 100_000
+BROKEN = {
+    "config nested too deeply": ("tokenizer_config.json", DEEP, "cannot be read as JSON"),
+    "tokenizer nested too deeply": ("tokenizer.json", DEEP, r"tokenizer\.json: "),
+    "template is no text": ("chat_template.jinja", b"\xff", "cannot be read as text"),
+    "template is half a character": ("chat_template.jinja", r"{{ '\ud800' }}", "lone surrogate"),
+    "templates are no objects": (
+        "tokenizer_config.json",
+        '{"chat_template": ["x", {"name": []}]}',
+        "has no chat template",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_files_end_in_one_sentence(folder: Path, fault: str) -> None:
+    name, content, words = BROKEN[fault]
+    content = content.encode() if isinstance(content, str) else content
+    (folder / name).write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("added", ['"x"', "[5]", '[{"content": "<|im_end|>"}]', '[{"id": []}]'])
+def test_added_tokens_that_are_none_are_refused(folder: Path, added: str) -> None:
+    (folder / "tokenizer.json").write_text(f'{{"added_tokens": {added}}}')
+    with pytest.raises(InputError, match="added_tokens is not a list of tokens with an id"):
+        stop_token_ids(folder)
+
+
+def test_half_a_character_is_no_text(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"lone surrogate \(character 2\)"):
+        Tokenizer(folder).encode("ab\ud800")
 
 
 def test_a_bundle_keeps_it_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.trt import TrtBinding, TrtSession, open_sessions
 from eagle_chain.runtime.weights import blocks, converted
 from tests.standin import standins
@@ -73,6 +74,31 @@ def test_the_chain_gives_what_onnx_runtime_gives(
     chain = engines.chain()
     assert tokens(chain, k=k) == reference[k]
     assert tokens(chain, k=k) == reference[k], "and again, now from captured graphs"
+
+
+def test_8_6_has_other_calls_and_the_same_tokens(
+    bundle: Path, tmp_path: Path, reference: dict[int, list[int]]
+) -> None:
+    copy = edit(bundle, tmp_path)
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(copy), *BUILD]) == 0
+        engines = open_engines(copy, "tensorrt")
+        assert tokens(engines.chain(), k=4) == reference[4]
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_whole_rounds_as_graphs_give_what_the_chain_gives(
+    engines: Engines, reference: dict[int, list[int]], k: int
+) -> None:
+    """Drafted tokens are written to the ids of the next call, where TensorRT takes no address."""
+    rounds = Rounds(engines.sessions, k)
+    out = [rounds.start(PROMPT)]
+    for verdict in rounds.verdicts():
+        out += verdict.tokens
+        if len(out) >= 30:
+            break
+    assert out[:30] == reference[0]
+    assert all(graph is not None for graph in rounds._graphs)
 
 
 def test_two_chains_share_one_engine(engines: Engines, reference: dict[int, list[int]]) -> None:

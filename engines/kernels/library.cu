@@ -7,6 +7,15 @@
 #include "kernels.h"
 #include "ort_abi.h"
 
+// Tuning of the products: 16-byte loads that a lane has under way for each row of weights, and how many
+// blocks of 32 rows there must be before blocks take 32 rows instead of 16.
+#ifndef LINEAR_AHEAD
+#define LINEAR_AHEAD 4
+#endif
+#ifndef LINEAR_WIDE
+#define LINEAR_WIDE 300
+#endif
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -176,11 +185,11 @@ void run_linear(const Call& call, bool gated) {
       done(launch(gated ? linear_fp32<true> : linear_fp32<false>, dim3(blocks), LINEAR_THREADS,
                   call.stream(), dependent_launch(), x.as<T>(), s, rows, int(x[-1]), out, to));
     } else if (gated) {
-      launch_linear<T, 2, true, 4>(call, x, s, narrow, out, to);
-    } else if (wide >= 300) {  // enough blocks for every multiprocessor, twice
-      launch_linear<T, 2, false, 4>(call, x, s, wide, out, to);
+      launch_linear<T, 2, true, LINEAR_AHEAD>(call, x, s, narrow, out, to);
+    } else if (wide >= LINEAR_WIDE) {
+      launch_linear<T, 2, false, LINEAR_AHEAD>(call, x, s, wide, out, to);
     } else {
-      launch_linear<T, 1, false, 8>(call, x, s, narrow, out, to);
+      launch_linear<T, 1, false, 2 * LINEAR_AHEAD>(call, x, s, narrow, out, to);
     }
   });
 }

@@ -1,8 +1,9 @@
 """A stand-in for TensorRT: a plan is the ONNX file, and an engine runs it on ONNX Runtime.
 
-It has the classes and calls that the project uses, in the form of TensorRT 10. Environment
-variables make it fail where the real one may: STANDIN_BUILD "none" (the builder gives nothing),
-"abort" (it ends the process) or "hang"; STANDIN_LOAD and STANDIN_CONTEXT "none".
+It has the classes and calls that the project uses, in the form of TensorRT 10, or of 8.6 if
+STANDIN_VERSION says so. Other environment variables make it fail where the real one may:
+STANDIN_BUILD "none" (the builder gives nothing), "abort" (it ends the process) or "hang";
+STANDIN_LOAD and STANDIN_CONTEXT "none".
 """
 # ruff: noqa: D101, D102
 
@@ -20,6 +21,7 @@ from cuda.bindings import runtime as cuda
 
 __version__ = os.environ.get("STANDIN_VERSION", "10.9.0.34")
 HEADER = b"stand-in plan "
+OLD = __version__.startswith("8.")
 
 
 class DataType(enum.Enum):
@@ -112,10 +114,44 @@ class Tensor:
         self.allowed_formats = 8191
 
 
+class LayerType(enum.Enum):
+    CAST = 0
+    CONSTANT = 1
+    SHAPE = 2
+    OTHER = 3
+
+
+class Name:
+    def __init__(self, name):
+        self.name, self.dtype = name, DataType.INT32
+
+
+class Layer:
+    """A node as a layer; what is pinned on it is kept for the plan."""
+
+    def __init__(self, node):
+        self.type = LayerType.CAST if node.op_type == "Cast" else LayerType.OTHER
+        self.read, self.written = [Name(n) for n in node.input], [Name(n) for n in node.output]
+        self.num_inputs, self.num_outputs = len(self.read), len(self.written)
+        self.precision, self.types = None, {}
+
+    def get_input(self, i):
+        return self.read[i]
+
+    def get_output(self, i):
+        return self.written[i]
+
+    def set_output_type(self, i, dtype):
+        self.types[i] = dtype
+
+
 class Network:
     def __init__(self, flags):
         self.flags = flags
         self.inputs, self.outputs, self.layers, self.model = [], [], [], None
+
+    def get_layer(self, i):
+        return self.layers[i]
 
     num_inputs = property(lambda self: len(self.inputs))
     num_outputs = property(lambda self: len(self.outputs))
@@ -163,6 +199,7 @@ class OnnxParser:
                 del tensor.external_data[:]
         network = self.network
         network.model = model
+        network.layers = [Layer(node) for node in model.graph.node]
         stored = {t.name for t in model.graph.initializer}
         network.inputs = [Tensor(v) for v in model.graph.input if v.name not in stored]
         network.outputs = [Tensor(v) for v in model.graph.output]
@@ -194,6 +231,9 @@ class BuilderConfig:
 
     def set_memory_pool_limit(self, pool, size):
         self.pools[pool] = size
+
+    def set_tactic_sources(self, sources):
+        self.sources = sources
 
     def create_timing_cache(self, data):
         return TimingCache(data or b"timing") if data in (b"", b"timing") else None
@@ -234,6 +274,9 @@ class Builder:
             "flags": network.flags,
             "level": config.builder_optimization_level,
             "pools": len(config.pools),
+            "fp16": BuilderFlag.FP16 in config.flags,
+            "obey": BuilderFlag.OBEY_PRECISION_CONSTRAINTS in config.flags,
+            "pinned": sorted({str(layer.precision) for layer in network.layers}),
         }
         return HEADER + json.dumps(settings).encode() + b"\n" + network.model.SerializeToString()
 
@@ -293,6 +336,13 @@ class Engine:
 
     def create_execution_context(self, strategy):
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        return self.new_context()
+
+    def create_execution_context_without_device_memory(self):
+        assert OLD
+        return self.new_context()
+
+    def new_context(self):
         if os.environ.get("STANDIN_CONTEXT") == "none":
             return None
         self.contexts += 1
@@ -305,6 +355,14 @@ class Context:
 
     def set_device_memory(self, address, size):
         assert size >= self.engine.device_memory_size_v2
+        self.memory = address
+
+    @property
+    def device_memory(self):
+        return self.memory
+
+    @device_memory.setter
+    def device_memory(self, address):
         self.memory = address
 
     def set_tensor_address(self, name, address):
@@ -332,3 +390,9 @@ class Context:
         size = int(np.prod(tensor.shape)) * dtype.itemsize
         block = (ctypes.c_uint8 * size).from_address(self.addresses[name])
         return np.frombuffer(block, dtype).reshape(tensor.shape)
+
+
+if OLD:  # what came later
+    del ExecutionContextAllocationStrategy, IProgressMonitor
+    del Engine.device_memory_size_v2, Context.set_device_memory
+    Engine.device_memory_size = 4096

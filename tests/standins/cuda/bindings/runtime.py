@@ -7,6 +7,7 @@ happens at each launch of the graph. `DEVICE` and `allocated` are for tests to l
 
 import ctypes
 import enum
+import os
 from types import SimpleNamespace
 
 cudaStreamNonBlocking = 1
@@ -35,7 +36,11 @@ OK = cudaError_t.cudaSuccess
 DEVICE = SimpleNamespace(
     count=1,
     properties=SimpleNamespace(
-        name=b"Stand-in GPU\0\0", major=9, minor=0, totalGlobalMem=1 << 32, multiProcessorCount=1
+        name=b"Stand-in GPU\0\0",
+        major=9,
+        minor=0,
+        totalGlobalMem=int(os.environ.get("STANDIN_MEMORY", 1 << 32)),
+        multiProcessorCount=1,
     ),
 )
 allocated: dict[int, ctypes.Array] = {}
@@ -180,6 +185,10 @@ def cudaEventDestroy(event):
 
 
 def cudaEventRecord(event, stream):
+    return (OK,)
+
+
+def cudaEventSynchronize(event):
     return (OK,)
 
 

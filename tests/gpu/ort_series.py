@@ -1,0 +1,620 @@
+"""ONNX Runtime on a GPU, measured: every profile against the CPU, then the 9B's shapes by clock.
+
+    python tests/gpu/ort_series.py --out FOLDER [--seconds 480] [--only self,fused-bf16,...]
+
+One process, several stages in order of worth; each prints its result at once and adds it to
+FOLDER/results.json, and a stage that fails does not end the others. Needs onnxruntime-gpu,
+cuda-python and, for the kernel tables, torch. Weights are random, made on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:  # its libraries are those that ONNX Runtime needs as well
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
+from eagle_chain.engines.bound import with_bound_weights
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.derived import Derived
+from eagle_chain.engines.kernel_library import build_cuda
+from eagle_chain.engines.manifest import engine_specs
+from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.export.graph import build_graphs
+from eagle_chain.export.shapes import configs as published
+from eagle_chain.export.shapes import stored as stored_weights
+from eagle_chain.runtime.buffers import Buffer, HostMemory, Memory
+from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.measure import (
+    clock,
+    copy_bandwidth,
+    fill_states,
+    host_time,
+    random_tensors,
+    state_bytes,
+    weight_bytes,
+)
+from eagle_chain.runtime.ort import SPEC_DTYPES, OrtBinding, onnxruntime
+from eagle_chain.runtime.ort_cuda import OrtCudaSession
+from eagle_chain.runtime.rounds import Rounds
+
+POSITION = 1000
+
+
+def nine_b(layers: int = 32) -> tuple[TrunkConfig, DraftConfig]:
+    """The 9B's shapes, or its first layers with features from the first three."""
+    trunk, draft = published("qwen3.5-9b")
+    if layers == 32:
+        return trunk, draft
+    return (
+        dataclasses.replace(trunk, layer_types=trunk.layer_types[:layers]),
+        dataclasses.replace(draft, aux_layers=(0, 1, 2)),
+    )
+
+
+def small_configs() -> tuple[TrunkConfig, DraftConfig]:
+    """Eight layers in sizes that every kernel of the 9B takes, heads and dims all unlike."""
+    trunk, draft = nine_b(8)
+    trunk = dataclasses.replace(
+        trunk,
+        vocab_size=1536,
+        hidden_size=256,
+        intermediate_size=640,
+        attention_heads=4,
+        kv_heads=2,
+        head_dim=64,
+        rotary_dim=16,
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=64,
+        linear_value_dim=96,
+    )
+    draft = dataclasses.replace(
+        draft,
+        hidden_size=256,
+        trunk_hidden_size=256,
+        intermediate_size=384,
+        attention_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        rotary_dim=16,
+        draft_vocab_size=512,
+        vocab_size=1536,
+    )
+    return trunk, draft
+
+
+class HostSession:
+    """A graph with its weights as inputs on ONNX Runtime's CPU provider: the reference."""
+
+    def __init__(self, model: bytes, spec: Any, memory: HostMemory) -> None:
+        ort = onnxruntime()
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        self.spec, self.memory = spec, memory
+        self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        known = {t.name for t in spec.all_inputs}
+        self.weights = tuple(
+            TensorSpec(t.name, SPEC_DTYPES[t.type], tuple(t.shape))
+            for t in self.session.get_inputs()
+            if t.name not in known
+        )
+        self.bound: dict[str, Buffer] = {}
+
+    def bind(self, tensors: dict[str, Buffer]) -> Any:
+        """Bind the weights with the rest."""
+        spec = dataclasses.replace(self.spec, inputs=(*self.spec.inputs, *self.weights))
+        return OrtBinding(self.session, spec, {**tensors, **self.bound})
+
+
+class Bench:
+    """Sessions of one profile over one set of weights."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        configs: tuple[TrunkConfig, DraftConfig],
+        options: Options,
+        library: Path | None,
+        *,
+        graphs: bool = True,
+        engines: tuple[str, ...] = ("trunk", "encoder", "draft", "draft_step"),
+    ) -> None:
+        self.memory, self.options, self.configs = memory, options, configs
+        table = stored_weights(*configs)
+        models = build_graphs(*configs, table, options)
+        specs = engine_specs(*configs, options)
+        self.sessions: dict[str, Any] = {}
+        for name in engines:
+            model = with_bound_weights(models[name], converted=options.dtype).SerializeToString()
+            if isinstance(memory, CudaMemory):
+                lib = library if options.profile == "ort-fused" else None
+                session: Any = OrtCudaSession(
+                    model, specs[name], memory, library=lib, graphs=graphs
+                )
+            else:
+                session = HostSession(model, specs[name], HostMemory())
+                session.memory = memory
+            self.sessions[name] = session
+
+    @property
+    def wanted(self) -> list[TensorSpec]:
+        """Every weight that a session wants."""
+        return list(dict.fromkeys(t for s in self.sessions.values() for t in s.weights))
+
+    def give(self, made: dict[TensorSpec, Buffer]) -> None:
+        """Hand the weights to the sessions."""
+        for session in self.sessions.values():
+            session.bound = {t.name: made[t] for t in session.weights}
+
+
+def values_of(bench: Bench, stored: dict[str, np.ndarray[Any, Any]]) -> dict[TensorSpec, Buffer]:
+    """Small weights from fp32 values by checkpoint name, in whatever form the graphs want them."""
+    made = {}
+    for spec in bench.wanted:
+        form = Derived.parse(spec.name)
+        if form:
+            values = np.concatenate([stored[n] for n in form.sources]) + np.float32(form.offset)
+        else:
+            values = stored[spec.name]
+        buffer = bench.memory.allocate(spec)
+        if spec.dtype == "bf16":
+            bits = values.astype(np.float32).view(np.uint32)
+            values = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        buffer.write(values)
+        made[spec] = buffer
+    return made
+
+
+def stored_values(configs: tuple[TrunkConfig, DraftConfig]) -> dict[str, np.ndarray[Any, Any]]:
+    """A lively small model, every value exact in bf16 so that all dtypes hold the same one."""
+    random = np.random.default_rng(0)
+    stored = {}
+    for name, weight in stored_weights(*configs).items():
+        if name.endswith(("d2t", "t2d")):
+            stored[name] = np.zeros(weight.shape, np.float32)
+            continue
+        values = random.standard_normal(weight.shape).astype(np.float32)
+        if "norm" in name:
+            plain = name.startswith("draft.") or "linear_attn.norm" in name
+            values = values * 0.2 + (1.0 if plain else 0.0)
+        elif len(weight.shape) == 2:
+            values *= 1.2 * weight.shape[1] ** -0.5
+        elif name.endswith("A_log"):
+            values = np.log(np.abs(values) + 0.05)
+        stored[name] = (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    return stored
+
+
+def to_float(buffer: Buffer) -> np.ndarray[Any, Any]:
+    values = buffer.read()
+    if buffer.spec.dtype == "bf16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+CALLS = ((5, 5), (2, 2), (5, 1), (5, 5), (5, 3), (3, 2), (5, 4), (1, 1), (5, 2))
+
+
+class Runner:
+    """One trunk over explicit buffers, call by call, with everything it gives as arrays."""
+
+    def __init__(self, bench: Bench, width: int = 5) -> None:
+        self.session, memory = bench.sessions["trunk"], bench.memory
+        spec = self.session.spec
+        plain = {t.name: memory.allocate(t) for t in (*spec.inputs, *spec.outputs)}
+        self.plain, self.width = plain, width
+        self.states = [(p, *self.pair(memory, p)) for p in spec.states]
+        self.bindings = []
+        for parity in (0, 1):
+            tensors = dict(plain)
+            for pair, first, second in self.states:
+                a, b = (first, second) if parity == 0 else (second, first)
+                tensors |= {pair.input: a, pair.output: b}
+            self.bindings.append((self.session.bind(tensors), tensors))
+        self.parity = 0
+
+    @staticmethod
+    def pair(memory: Memory, pair: Any) -> tuple[Buffer, Buffer]:
+        """The buffers of a state."""
+        first = memory.allocate(pair.tensors[0])
+        return first, first if pair.in_place else memory.allocate(pair.tensors[1])
+
+    def reset(self) -> None:
+        """Zero every state."""
+        for _, *buffers in self.states:
+            for buffer in buffers:
+                buffer.zero()
+        self.parity = 0
+
+    def run(self, ids: list[int], position: int, rows: int, kept: int) -> dict[str, Any]:
+        """One call; everything it gives, in fp32."""
+        for name, value in (("position", position), ("rows", rows), ("kept", kept)):
+            self.plain[name].write(value)
+        self.plain["ids"].write([*ids, *[-1] * (self.width - len(ids))])
+        binding, tensors = self.bindings[self.parity]
+        binding.run()
+        self.parity = 1 - self.parity
+        spec = self.session.spec
+        return {t.name: to_float(tensors[t.name]) for t in spec.all_outputs}
+
+
+def forced(runner: Runner, vocabulary: int) -> list[dict[str, Any]]:
+    """Random tokens through every pattern of rows and kept rows."""
+    random = np.random.default_rng(0)
+    runner.reset()
+    outs, position, kept = [], 0, 0
+    for rows, keep in CALLS:
+        ids = [int(i) for i in random.integers(0, vocabulary, 5)][:rows]
+        outs.append(runner.run(ids, position, rows, kept))
+        position, kept = position + keep, keep
+    return outs
+
+
+def check_rows(runner: Runner, vocabulary: int, steps: int = 30) -> dict[str, Any]:
+    """Row i of a verify against row 0 of the padded step of the same token, bit for bit."""
+    runner.reset()
+    tokens = [int(i) for i in np.random.default_rng(2).integers(0, vocabulary, 7)]
+    plain: list[dict[str, Any]] = []
+    while len(plain) < steps:
+        at = len(plain)
+        out = runner.run([tokens[at]], at, 1, min(at, 1))
+        plain.append(out)
+        if len(tokens) == len(plain):
+            tokens.append(int(out["next_ids"][0]))
+    runner.reset()
+    position, kept, worst, compared = 0, 0, 0.0, 0
+    wrong = Counter[str]()
+    for accepted in (4, 1, 0, 4, 2, 3, 4, 1, 0):
+        if position + accepted + 1 > steps:
+            break
+        ids = [
+            tokens[position + j] if j <= accepted else (tokens[position + j] + 1) % vocabulary
+            for j in range(5)
+            if position + j < len(tokens)
+        ]
+        out = runner.run(ids, position, len(ids), kept)
+        for j in range(accepted + 1):
+            for name in ("features", "hidden", "logits"):
+                a, b = out[name][j], plain[position + j][name][0]
+                compared += 1
+                if not np.array_equal(a, b):
+                    wrong[name] += 1
+                    worst = max(worst, float(np.abs(a - b).max()))
+        position, kept = position + accepted + 1, accepted + 1
+    return {"compared": compared, "different": dict(wrong), "worst": worst}
+
+
+def check_fold(runner: Runner, vocabulary: int) -> dict[str, Any]:
+    """The next call's S against S after the last kept row, exact bits."""
+    ids = np.random.default_rng(3).integers(0, vocabulary, (3, 5)).tolist()
+    different = 0
+    for kept in range(6):
+        runner.reset()
+        runner.run(ids[0], 0, 5, 0)
+        second = runner.run(ids[1], 3, 5, 3)
+        third = runner.run(ids[2], 3 + kept, 5, kept)
+        for name in third:
+            if name.endswith(".S.next"):
+                rows = second[name.replace(".S.next", ".S_rows")]
+                want = rows[kept - 1] if kept else second[name]
+                different += not np.array_equal(third[name], want)
+    return {"different": different}
+
+
+class Series:
+    """The stages and what they found."""
+
+    def __init__(self, out: Path, seconds: float, library: Path | None, libraries: Path) -> None:
+        self.out, self.end, self.libraries = out, time.monotonic() + seconds, libraries
+        self.results: dict[str, Any] = {}
+        self.memory = CudaMemory()
+        self.start = time.monotonic()
+        self.library = library
+        self.weights: dict[TensorSpec, Buffer] = {}
+
+    def say(self, text: str) -> None:
+        """Print with the time since the start."""
+        print(f"[{time.monotonic() - self.start:6.1f}s] {text}", flush=True)
+
+    def stage(self, name: str, work: Callable[[], Any], needs: float = 15.0) -> None:
+        """Run one stage, if there is time for it, and keep what it found."""
+        left = self.end - time.monotonic()
+        if left < needs:
+            self.say(f"{name}: left out, {left:.0f} s remain")
+            self.results[name] = "left out"
+            return
+        try:
+            self.results[name] = work()
+        except Exception as error:
+            traceback.print_exc()
+            self.results[name] = f"failed: {type(error).__name__}: {error}"
+        self.say(f"{name}: {json.dumps(self.results[name])[:3000]}")
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
+        gc.collect()
+
+    # -- stages -----------------------------------------------------------------------------
+
+    def library_stage(self) -> Any:
+        """Build the fused kernels."""
+        begin = time.monotonic()
+        if self.library is None:
+            self.library = build_cuda(self.libraries, self.memory.info.compute_capability)
+        return {"name": self.library.name, "took_s": time.monotonic() - begin}
+
+    def self_stage(self) -> Any:
+        """Small models: each profile and dtype against the fp32 portable graph on the CPU."""
+        configs = small_configs()
+        vocabulary = configs[0].vocab_size
+        stored = stored_values(configs)
+        debug = ("logits", "S_rows")
+        reference = Bench(HostMemory(), configs, Options(5, 64, "fp32", "portable", debug), None)
+        reference.give(values_of(reference, stored))
+        want = forced(Runner(reference), vocabulary)
+        found: dict[str, Any] = {}
+        for profile in ("ort-fused", "ort-cuda", "portable"):
+            for dtype in os.environ.get("DRY_DTYPES", "fp32,fp16,bf16").split(","):
+                if (profile, dtype) == ("ort-cuda", "fp32"):  # no fp32 kernel of this attention
+                    continue
+                key = f"{profile}/{dtype}"
+                try:
+                    options = Options(5, 64, dtype, profile, debug)
+                    bench = Bench(self.memory, configs, options, self.library)
+                    bench.give(values_of(bench, stored))
+                    runner = Runner(bench)
+                    got = forced(runner, vocabulary)
+                    errors = {}
+                    for name in ("logits", "features", "hidden", "layers.3.key.next"):
+                        a = np.stack([o[name] for o in want])
+                        b = np.stack([o[name] for o in got])
+                        errors[name] = float(np.sqrt(np.square(a - b).mean() / np.square(a).mean()))
+                    found[key] = {
+                        "rms": errors,
+                        "rows": check_rows(runner, vocabulary),
+                        "fold": check_fold(runner, vocabulary),
+                        "round": self.small_round(bench, configs),
+                    }
+                except Exception as error:
+                    traceback.print_exc()
+                    found[key] = f"failed: {error}"[:600]
+                self.say(f"  {key}: {json.dumps(found[key])}")
+        return found
+
+    def small_round(self, bench: Bench, configs: tuple[TrunkConfig, DraftConfig]) -> Any:
+        """Replayed rounds against plain decoding: equal tokens, also once graphs take over."""
+        prompt = [int(i) for i in np.random.default_rng(5).integers(0, configs[0].vocab_size, 7)]
+        plain, drafted = Rounds(bench.sessions, 0), Rounds(bench.sessions, 4)
+        want = [plain.start(prompt)]
+        while len(want) < 40:
+            want += plain.queue()().tokens
+        got = [drafted.start(prompt)]
+        accepted: list[int] = []
+        verdicts = drafted.verdicts()
+        while len(got) < 40:
+            verdict = next(verdicts)
+            accepted.append(verdict.accepted)
+            got += verdict.tokens
+        return {"equal": got[:40] == want[:40], "accepted": accepted}
+
+    def tuned(self, **tuning: int) -> Any:
+        """The fused trunk with other settings of its products."""
+        kept = self.library
+        try:
+            capability = self.memory.info.compute_capability
+            self.library = build_cuda(self.libraries, capability, **tuning)
+            return self.timed("ort-fused", "bf16", whole=False)
+        finally:
+            self.library = kept
+
+    def pipe_stage(self) -> Any:
+        """What the memory does."""
+        return {"copy_TBps": copy_bandwidth(self.memory) / 1e12}
+
+    def bench_of(
+        self,
+        profile: str,
+        dtype: str,
+        width: int = 5,
+        capacity: int = 4096,
+        engines: tuple[str, ...] = ("trunk", "encoder", "draft", "draft_step"),
+        configs: tuple[TrunkConfig, DraftConfig] | None = None,
+        graphs: bool = True,
+    ) -> Bench:
+        """Sessions of one profile on the 9B's shapes, with random weights shared where they fit."""
+        options = Options(width, capacity, dtype, profile)
+        bench = Bench(
+            self.memory,
+            configs or nine_b(),
+            options,
+            self.library,
+            graphs=graphs,
+            engines=engines,
+        )
+        wanted = bench.wanted
+        if not all(spec in self.weights for spec in wanted):
+            keep = {s: b for s, b in self.weights.items() if s in set(wanted)}
+            self.weights = {}
+            gc.collect()
+            fresh = [s for s in wanted if s not in keep]
+            self.weights = keep | random_tensors(fresh, self.memory)
+        bench.give(self.weights)
+        return bench
+
+    def timed(
+        self,
+        profile: str,
+        dtype: str,
+        width: int = 5,
+        capacity: int = 4096,
+        position: int = POSITION,
+        *,
+        dependent: bool = True,
+        whole: bool = True,
+    ) -> Any:
+        """Times of every part and of whole rounds, against the floor of the weights."""
+        os.environ["EAGLE_CHAIN_DEPENDENT_LAUNCH"] = "1" if dependent else "0"
+        names = ("trunk", "encoder", "draft", "draft_step") if whole else ("trunk",)
+        begin = time.monotonic()
+        bench = self.bench_of(profile, dtype, width, capacity, names)
+        found: dict[str, Any] = {"set_up_s": round(time.monotonic() - begin, 1)}
+        k = width - 1 if whole else 0
+        rounds = Rounds(bench.sessions, k)
+        rounds.reset()
+        rounds.fill(fill_states)
+
+        parts: dict[str, Any] = {}
+        for name, part in rounds.parts[0]:
+            if name not in parts:
+                rounds.stand(position)
+                parts[name] = clock(self.memory, part.run, 40).to_json()
+        found["parts"] = parts
+        trunk = bench.sessions["trunk"]
+        moved = weight_bytes(trunk.weights) + state_bytes(trunk.spec, position)
+        found["trunk_bytes"] = moved
+        found["trunk_floor_ms"] = moved / 4.27e12 * 1e3
+        found["trunk_over_floor"] = next(
+            parts[n]["median_ms"] for n in ("verify", "plain") if n in parts
+        ) / (weight_bytes(trunk.weights) / 4.27e12 * 1e3)
+        if whole:
+            rounds.stand(position)
+            for _ in range(8):  # both parities past their warm-up
+                rounds.queue()
+            self.memory.synchronize()
+            rounds.stand(position)
+            # random weights accept nothing: a round moves the position by one
+            found["round"] = clock(self.memory, rounds.queue, 40).to_json()
+            found["round_host_ms"] = host_time(self.memory, rounds.queue)
+            begin = time.perf_counter()
+            verdicts = rounds.verdicts()
+            for _ in range(40):
+                next(verdicts)
+            found["round_wall_ms"] = (time.perf_counter() - begin) / 40 * 1e3
+            self.memory.synchronize()
+        found["free_GB"] = self.memory.free_bytes() / 1e9
+        return found
+
+    def kernels(self, profile: str, dtype: str) -> Any:
+        """Every kernel of one uncaptured verify step, by CUPTI through torch's profiler."""
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as record
+
+        os.environ["EAGLE_CHAIN_DEPENDENT_LAUNCH"] = "0"  # or kernels overlap in the trace
+        bench = self.bench_of(profile, dtype, engines=("trunk",), graphs=False)
+        rounds = Rounds(bench.sessions, 0, graphs=False)
+        rounds.reset()
+        rounds.fill(fill_states)
+        rounds.stand(POSITION)
+        run = rounds.trunk[0].run
+        for _ in range(3):
+            run()
+        self.memory.synchronize()
+        torch.cuda.init()
+        with record(activities=[ProfilerActivity.CUDA]) as trace:
+            run()
+            self.memory.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/trace.json"
+            trace.export_chrome_trace(path)
+            events = json.loads(Path(path).read_text())["traceEvents"]
+        found = sorted(
+            (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
+            key=lambda e: e["ts"],
+        )
+        table: dict[str, list[float]] = {}
+        for event in found:
+            table.setdefault(event["name"][:90], []).append(event["dur"])
+        rows = sorted(table.items(), key=lambda item: -sum(item[1]))
+        lines = [f"{sum(t):9.1f} us {len(t):4d} x {np.median(t):7.2f}  {n}" for n, t in rows]
+        name = f"kernels-{profile}-{dtype}.txt"
+        order = [
+            f"{e['ts'] - found[0]['ts']:10.2f} {e['dur']:8.2f}  {e['name'][:120]}" for e in found
+        ]
+        (self.out / name).write_text("\n".join([*lines, "", "in order:", *order[:120]]))
+        print("\n".join(lines[:28]), flush=True)
+        span = found[-1]["ts"] + found[-1]["dur"] - found[0]["ts"] if found else 0.0
+        return {
+            "launches": len(found),
+            "busy_us": sum(e["dur"] for e in found),
+            "span_us": span,
+            "nodes": len(rows),
+        }
+
+    def slice_rows(self, profile: str, dtype: str) -> Any:
+        """Row invariance on four layers of the 9B, random weights, capacity 4096."""
+        os.environ["EAGLE_CHAIN_DEPENDENT_LAUNCH"] = "1"
+        configs = nine_b(4)
+        options = Options(5, 4096, dtype, profile, ("logits",))
+        bench = Bench(self.memory, configs, options, self.library, engines=("trunk",))
+        bench.give(random_tensors(bench.wanted, self.memory))
+        return check_rows(Runner(bench), configs[0].vocab_size, 24)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--library", type=Path, help="built already")
+    parser.add_argument("--libraries", type=Path, help="where libraries are kept; default: --out")
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    series = Series(
+        arguments.out,
+        arguments.seconds,
+        arguments.library,
+        arguments.libraries or arguments.out,
+    )
+    series.say(f"{series.memory.info} onnxruntime {onnxruntime().__version__}")
+    s = series
+    stages: list[tuple[str, Callable[[], Any], float]] = [
+        ("library", s.library_stage, 5),
+        ("self", s.self_stage, 20),
+        ("pipe", s.pipe_stage, 5),
+        ("fused-bf16", lambda: s.timed("ort-fused", "bf16"), 20),
+        ("kernels-fused-bf16", lambda: s.kernels("ort-fused", "bf16"), 15),
+        ("fused-bf16-serial", lambda: s.timed("ort-fused", "bf16", dependent=False), 15),
+        ("fused-ahead-2", lambda: s.tuned(LINEAR_AHEAD=2), 25),
+        ("fused-ahead-8", lambda: s.tuned(LINEAR_AHEAD=8), 25),
+        ("fused-narrow", lambda: s.tuned(LINEAR_WIDE=100000), 25),
+        ("stock-bf16", lambda: s.timed("ort-cuda", "bf16"), 20),
+        ("kernels-stock-bf16", lambda: s.kernels("ort-cuda", "bf16"), 15),
+        ("fused-bf16-w1", lambda: s.timed("ort-fused", "bf16", 1, whole=False), 12),
+        ("stock-bf16-w1", lambda: s.timed("ort-cuda", "bf16", 1, whole=False), 12),
+        ("rows-fused-bf16", lambda: s.slice_rows("ort-fused", "bf16"), 12),
+        ("rows-fused-fp16", lambda: s.slice_rows("ort-fused", "fp16"), 12),
+        ("rows-stock-bf16", lambda: s.slice_rows("ort-cuda", "bf16"), 12),
+        ("rows-stock-fp16", lambda: s.slice_rows("ort-cuda", "fp16"), 12),
+        *[
+            (f"fused-bf16-w{w}", lambda w=w: s.timed("ort-fused", "bf16", w, whole=False), 12)
+            for w in (2, 3, 9)
+        ],
+        ("fused-bf16-8k", lambda: s.timed("ort-fused", "bf16", 5, 8192, 8000, whole=False), 12),
+        ("fused-bf16-32k", lambda: s.timed("ort-fused", "bf16", 5, 32768, 32000, whole=False), 12),
+        ("fused-fp16", lambda: s.timed("ort-fused", "fp16"), 20),
+        ("stock-fp16", lambda: s.timed("ort-cuda", "fp16"), 20),
+        ("portable-fp16", lambda: s.timed("portable", "fp16"), 25),
+    ]
+    only = set(filter(None, arguments.only.split(",")))
+    for name, work, needs in stages:
+        if not only or name in only:
+            series.stage(name, work, needs)
+    series.say("done")
+
+
+if __name__ == "__main__":
+    main()

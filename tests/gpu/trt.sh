@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# TensorRT on a GPU, from checkpoints to timings: OUT/results.json and what each stage prints.
+#
+#   tests/gpu/trt.sh prepare OUT            bundles of the demo pair and of a four-layer 9B slice, and
+#                                           what PyTorch gives for them ($TORCH, default python3)
+#   tests/gpu/trt.sh run OUT [options of trt_series.py]            in the Python that has TensorRT
+#                                           ($PYTHON, default python3), with its own environment
+#
+# Both need numpy, onnx and onnx-ir; EXTRA may name a folder that has what a Python lacks.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+verb=$1 out=$(realpath -m "$2")
+shift 2
+
+# The packages as they are in the repository, without an installation.
+mkdir -p "$out/path/eagle_chain"
+for package in engines export runtime; do
+  ln -sfn "$root/$package" "$out/path/eagle_chain/$package"
+done
+path=$out/path:$root${EXTRA:+:$EXTRA}
+
+if [ "$verb" = prepare ]; then
+  torch() { PYTHONPATH=$path "${TORCH:-python3}" "$@"; }
+  [ -d "$out/slice/trunk" ] || torch "$root/tests/gpu/trt_pair.py" "$out/slice"
+  for dtype in fp32 fp16; do
+    for pair in demo slice; do
+      [ "$pair-$dtype" = slice-fp32 ] && continue
+      folder=$out/slice aux=(--aux-layers 0,1,3)
+      [ "$pair" = demo ] && folder=$root/demo aux=()
+      bundle=$out/$pair-$dtype
+      torch -m eagle_chain.engines export "$folder/trunk" "$folder/draft" -o "$bundle" \
+        --dtype "$dtype" --capacity 128 --debug logits "${aux[@]}"
+      [ -f "$out/$pair.npz" ] ||
+        torch "$root/tests/gpu/trt_references.py" "$bundle" "$out/$pair.npz"
+    done
+  done
+else
+  cd "$root"
+  bundles=()
+  for name in demo-fp32 demo-fp16 slice-fp16; do
+    [ -d "$out/$name" ] && bundles+=(--bundle "$name=$out/$name,$out/${name%-*}.npz")
+  done
+  PYTHONPATH=$path:${PYTHONPATH:-} "${PYTHON:-python3}" tests/gpu/trt_series.py "$out" "${bundles[@]}" "$@"
+fi

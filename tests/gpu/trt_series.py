@@ -1,0 +1,539 @@
+"""TensorRT on a GPU: parity with saved PyTorch outputs, the chain, the 9B's shapes by the clock.
+
+    python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,REFERENCES.npz ... [--layers 32]
+        [--level 2] [--seconds 540] [--only STAGE,...]
+
+One process, stages in order of worth; each prints its result at once and adds it to
+OUT/results.json, and a stage that fails does not end the others. Needs TensorRT, cuda-python, onnx,
+onnx-ir and, for the comparisons, Polygraphy; no PyTorch. See `trt_references.py` for REFERENCES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import hashlib
+import json
+import resource
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle_chain.engines.cli import main as command
+from eagle_chain.engines.compiler import Job, Request
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.flavours import load_flavour
+from eagle_chain.engines.graphs import bound_graph
+from eagle_chain.engines.manifest import Manifest, Plan, engine_specs
+from eagle_chain.engines.plans import layer_dtypes
+from eagle_chain.engines.spec import Options
+from eagle_chain.engines.worker import compile_all
+from eagle_chain.export.graph import build_graphs
+from eagle_chain.runtime.buffers import Buffer
+from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.load import Engines, open_engines
+from eagle_chain.runtime.measure import (
+    clock,
+    copy_bandwidth,
+    fill_states,
+    host_time,
+    random_tensors,
+    state_bytes,
+    weight_bytes,
+)
+from eagle_chain.runtime.rounds import Rounds
+from eagle_chain.runtime.trt import TrtEngine, TrtSession, open_sessions
+from tests import qwen_9b
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+POSITION = 1000
+# Root mean square of the error over that of the values: fp32 sums in another order; fp16 rounds
+# activations and KV to 11 bits through the layers.
+TOLERANCE = {"fp32": 2e-4, "fp16": 2e-2}
+
+
+class Series:
+    """The stages and what they found."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.out: Path = arguments.out
+        self.level: int | None = arguments.level
+        self.start = time.monotonic()
+        self.end = self.start + arguments.seconds
+        self.results: dict[str, Any] = {}
+        path = self.out / "results.json"
+        if path.exists():
+            self.results = json.loads(path.read_text())
+
+    def say(self, text: str) -> None:
+        """Print with the time."""
+        print(f"[{time.monotonic() - self.start:6.1f}s] {text}", flush=True)
+
+    def stage(self, name: str, work: Callable[[], Any], needs: float) -> None:
+        """Run one stage, if `needs` seconds are left."""
+        left = self.end - time.monotonic()
+        if left < needs:
+            self.say(f"{name}: left out, {left:.0f} s remain")
+            return
+        try:
+            self.results[name] = work()
+        except Exception as error:
+            traceback.print_exc()
+            self.results[name] = f"failed: {type(error).__name__}: {error}"
+        self.say(f"{name}: {json.dumps(self.results[name])[:3500]}")
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
+        gc.collect()
+
+    # --- a bundle ----------------------------------------------------------------------------
+
+    def build(self, bundle: Path, *words: str) -> Any:
+        """`eagle-chain build`, and what the plans are."""
+        level = [] if self.level is None else ["--level", str(self.level)]
+        begin = time.monotonic()
+        code = command(["build", str(bundle), *level, *words])
+        manifest = Manifest.load(bundle)
+        folders = {str(Path(name).parent) for name in manifest.plans}
+        found: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - begin, 1)}
+        for folder in folders:
+            for plan in sorted((bundle / folder).glob("*.plan")):
+                layers = plan.with_suffix(".layers.json")
+                found[plan.name] = {"bytes": plan.stat().st_size, **layer_report(layers)}
+            log = (bundle / folder / "build.log").read_text().splitlines()
+            found["warnings"] = len(log)
+            found["some"] = sorted({line[:200] for line in log})[:6]
+        return found
+
+    def parity(self, bundle: Path, references: Path) -> Any:
+        """Every output of every engine against PyTorch, by Polygraphy."""
+        engines = open_engines(bundle, "tensorrt")
+        return compare(engines, dict(np.load(references)))
+
+    def chains(self, bundle: Path, references: Path) -> Any:
+        """Tokens: plain, drafted, replayed as graphs and not, whole rounds, two chains at once."""
+        manifest, saved = Manifest.load(bundle), np.load(references)
+        engines = open_engines(bundle, "tensorrt")
+        memory, plain_sessions = open_sessions(bundle, manifest, "tensorrt", graphs=False)
+        ungraphed = dataclasses.replace(engines, memory=memory, sessions=plain_sessions)
+        found: dict[str, Any] = {}
+        for i in range(3):
+            prompt, wanted = saved[f"prompt{i}"].tolist(), saved[f"tokens{i}"].tolist()
+            plain = tokens(engines.chain(), prompt, 0, len(wanted))
+            result: dict[str, Any] = {"as_pytorch": same(plain, wanted)}
+            for k in (1, 4):
+                chain = engines.chain()
+                result[f"k{k}"] = same(tokens(chain, prompt, k, len(wanted)), plain)
+                result[f"k{k}_again"] = same(tokens(chain, prompt, k, len(wanted)), plain)
+                result[f"rounds_k{k}"] = same(rounds(engines, prompt, k, len(wanted)), plain)
+            result["no_graphs"] = same(tokens(ungraphed.chain(), prompt, 4, len(wanted)), plain)
+            replay = engines.chain(rollback="replay")
+            result["replay"] = same(tokens(replay, prompt, 4, len(wanted)), plain)
+            found[f"prompt{i}"] = result
+        found["interleaved"] = interleaved(engines, saved)
+        return found
+
+    def soak(self, bundle: Path) -> Any:
+        """A thousand rounds: device and host memory, and the speed at both ends."""
+        engines = open_engines(bundle, "tensorrt")
+        assert isinstance(engines.memory, CudaMemory)
+        chain = engines.chain()
+        capacity = engines.manifest.options.capacity
+        random = np.random.default_rng(0)
+
+        def some_rounds(count: int) -> float:
+            begin, done = time.perf_counter(), 0
+            while done < count:
+                prompt = random.integers(0, engines.manifest.trunk.vocab_size, 3).tolist()
+                for _ in chain.rounds(prompt, max_new_tokens=capacity - 10, stop_ids=()):
+                    done += 1
+            return (time.perf_counter() - begin) / done * 1e3
+
+        some_rounds(60)
+        gc.collect()
+        before = engines.memory.free_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        first = some_rounds(100)
+        some_rounds(800)
+        last = some_rounds(100)
+        gc.collect()
+        after = engines.memory.free_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "device_bytes_lost": before[0] - after[0],
+            "host_kB_grown": after[1] - before[1],
+            "round_ms": [first, last],
+        }
+
+    def aliasing(self, bundle: Path) -> Any:
+        """KV in place against KV in two buffers: the same bits from every output."""
+        manifest = Manifest.load(bundle)
+        _, sessions = open_sessions(bundle, manifest, "tensorrt", graphs=False)
+        found = {}
+        for name in ("trunk", "draft", "draft_step"):
+            session = sessions[name]
+            outputs = []
+            for in_place in (True, False):
+                tensors = buffers(session, in_place=in_place)
+                fill_states([(p, tensors[p.input], tensors[p.input]) for p in session.spec.states])
+                for tensor in session.spec.inputs:
+                    if tensor.dtype == "int32":
+                        tensors[tensor.name].write({"position": 7, "row": 0}.get(tensor.name, 1))
+                session.bind(tensors).run()
+                outputs.append({t.name: tensors[t.name].read() for t in session.spec.all_outputs})
+            found[name] = [n for n in outputs[0] if not same_bits(outputs[0][n], outputs[1][n])]
+        return {"differ": found}
+
+    def baked(self, bundle: Path) -> Any:
+        """Plans with the weights in them: size, build, memory and step, against bound ones."""
+        found: dict[str, Any] = {}
+        for weights in ("bound", "baked"):
+            report = self.build(bundle, "--weights", weights)
+            if report["exit"]:  # 8.6 cannot bake what is stored as bf16
+                found[weights] = report
+                continue
+            gc.collect()
+            free = CudaMemory().free_bytes()
+            begin = time.monotonic()
+            engines = open_engines(bundle, "tensorrt")
+            assert isinstance(engines.memory, CudaMemory)
+            chain = engines.chain()
+            engines.memory.synchronize()
+            opened = time.monotonic() - begin
+            timed = clock(engines.memory, chain._trunk[0].run, 40).to_json()
+            found[weights] = {
+                "build": report,
+                "open_s": opened,
+                "device_bytes": free - engines.memory.free_bytes(),
+                "trunk": timed,
+            }
+            del engines, chain
+        return found
+
+    # --- shapes without a checkpoint -----------------------------------------------------------
+
+    def engines_of(
+        self,
+        name: str,
+        configs: tuple[TrunkConfig, DraftConfig],
+        options: Options,
+        only: tuple[str, ...] = ("trunk", "encoder", "draft", "draft_step"),
+    ) -> tuple[CudaMemory, dict[str, TrtSession], dict[str, Any]]:
+        """Engines of these shapes with random weights made on the device."""
+        folder = self.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        specs = engine_specs(*configs, options)
+        models = build_graphs(*configs, qwen_9b.weights(*configs), options)
+        jobs = []
+        for engine in only:
+            bound, weights = bound_graph(models[engine], specs[engine], options.dtype)
+            graph = folder / f"{engine}.onnx"
+            graph.write_bytes(bound.SerializeToString())
+            inputs = (*specs[engine].all_inputs, *weights)
+            plan = str(folder / f"{engine}.plan")
+            jobs.append(Job(engine, str(graph), plan, inputs, specs[engine].all_outputs))
+        flavour = load_flavour("tensorrt")
+        cache = str(self.out / "timing.cache")
+        request = Request("tensorrt", tuple(jobs), level=self.level, timing_cache=cache)
+        missing = [job for job in jobs if not Path(job.plan).exists()]
+        built = compile_all(dataclasses.replace(request, jobs=tuple(missing)), folder)
+        memory = CudaMemory()
+        sessions = {}
+        for job in jobs:
+            digest = hashlib.sha256(Path(job.plan).read_bytes()).hexdigest()
+            plan = Plan(digest, "tensorrt", flavour.version, "", "", "", "bound", ())
+            engine = TrtEngine(flavour, Path(job.plan), plan, specs[job.name], "trt_series.py")
+            sessions[job.name] = TrtSession(engine, memory)
+        wanted = [t for s in sessions.values() for t in s.engine.weights]
+        made = random_tensors(wanted, memory)
+        for session in sessions.values():
+            session.engine.bound = {t.name: made[t] for t in session.engine.weights}  # type: ignore[misc]
+        for engine, report in built.items():
+            report |= layer_report(folder / f"{engine}.layers.json")
+        return memory, sessions, built
+
+    def nine(self, layers: int, dtype: str = "fp16") -> Any:
+        """The 9B's shapes: every part of a round, the round, and plain decoding, by the clock."""
+        configs = qwen_9b.configs(layers)
+        options = Options(5, 4096, dtype)
+        memory, sessions, built = self.engines_of(f"nine-{layers}", configs, options)
+        found: dict[str, Any] = {"built": built}
+        trunk = sessions["trunk"]
+        moved = weight_bytes(trunk.engine.weights)
+        found["weight_bytes"] = moved
+        found["state_bytes"] = state_bytes(trunk.spec, POSITION)
+        found["scratch_bytes"] = {n: s.engine.scratch_bytes for n, s in sessions.items()}
+        for k in (0, 4):
+            whole = Rounds(sessions, k)
+            whole.reset()
+            fill_states(whole._states)
+            stand(whole)
+            parts = {}
+            for name, part in whole.parts[0]:
+                if name not in parts:
+                    parts[name] = clock(memory, part.run, 40).to_json()
+            stand(whole)
+            for _ in range(8):
+                whole.queue()
+            memory.synchronize()
+            stand(whole)
+            parts["round"] = clock(memory, whole.queue, 40).to_json()
+            parts["host_ms"] = host_time(memory, whole.queue)
+            verdicts = whole.verdicts()
+            begin = time.perf_counter()
+            for _ in range(40):
+                next(verdicts)
+            parts["wall_ms"] = (time.perf_counter() - begin) / 40 * 1e3
+            memory.synchronize()
+            found[f"k{k}"] = parts
+        step = found["k0"]["plain"]["median_ms"]
+        found["TBps_of_weights"] = moved / step * 1e3 / 1e12
+        found["free_bytes"] = memory.free_bytes()
+        return found
+
+    def delta(self) -> Any:
+        """Four linear layers around a tiny hidden size: what is not a projection, per layer."""
+        trunk, draft = qwen_9b.configs(4)
+        trunk = dataclasses.replace(
+            trunk,
+            layer_types=("linear_attention",) * 4,
+            hidden_size=64,
+            intermediate_size=64,
+            vocab_size=512,
+        )
+        small = {"vocab_size": 512, "draft_vocab_size": 256}
+        draft = dataclasses.replace(draft, trunk_hidden_size=64, **small)
+        return self.per_layer("delta", (trunk, draft), 4)
+
+    def mlp(self) -> Any:
+        """Four layers whose mixer is tiny: what the MLP takes, per layer."""
+        trunk, draft = qwen_9b.configs(4)
+        trunk = dataclasses.replace(
+            trunk,
+            layer_types=("linear_attention",) * 4,
+            vocab_size=512,
+            linear_key_heads=1,
+            linear_value_heads=1,
+            linear_key_dim=16,
+            linear_value_dim=16,
+        )
+        draft = dataclasses.replace(draft, vocab_size=512, draft_vocab_size=256)
+        return self.per_layer("mlp", (trunk, draft), 4)
+
+    def per_layer(self, name: str, configs: tuple[TrunkConfig, DraftConfig], layers: int) -> Any:
+        """Time a trunk and divide."""
+        memory, sessions, built = self.engines_of(
+            name, configs, Options(5, 256, "fp16"), ("trunk",)
+        )
+        session = sessions["trunk"]
+        tensors = buffers(session, in_place=True)
+        fill_states([(p, tensors[p.input], tensors[p.input]) for p in session.spec.states])
+        timed = clock(memory, session.bind(tensors).run, 60)
+        moved = weight_bytes(session.engine.weights)
+        return {
+            "built": built,
+            "layer_us": timed.median / layers * 1e3,
+            "step": timed.to_json(),
+            "TBps_of_weights": moved / timed.median * 1e3 / 1e12,
+        }
+
+    def device(self) -> Any:
+        """What this is."""
+        memory = CudaMemory()
+        flavour = load_flavour("tensorrt")
+        info = dataclasses.asdict(memory.info)
+        return {**info, "tensorrt": flavour.version, "copy_TBps": copy_bandwidth(memory) / 1e12}
+
+
+def layer_report(path: Path) -> dict[str, Any]:
+    """How many layers a plan has, by the dtypes of what they write."""
+    kinds = layer_dtypes(path)
+    return {"plan_layers": sum(kinds.values()), "writes": kinds}
+
+
+def buffers(session: Any, *, in_place: bool) -> dict[str, Buffer]:
+    """A zeroed buffer for every tensor of a session."""
+    memory, spec = session.memory, session.spec
+    tensors = {t.name: memory.allocate(t) for t in (*spec.inputs, *spec.outputs)}
+    for pair in spec.states:
+        tensors[pair.input] = memory.allocate(pair.tensors[0])
+        shared = in_place and pair.in_place
+        tensors[pair.output] = tensors[pair.input] if shared else memory.allocate(pair.tensors[1])
+    return tensors
+
+
+def values(buffer: Buffer) -> np.ndarray[Any, Any]:
+    """The contents as floats, or as the integers they are."""
+    found = buffer.read()
+    if buffer.spec.dtype == "bf16":
+        return (found.astype(np.uint32) << 16).view(np.float32)
+    return found if buffer.spec.dtype == "int32" else found.astype(np.float32)
+
+
+def compare(engines: Engines, saved: Arrays) -> dict[str, Any]:
+    """Feed every engine what the reference was fed, its own states carried on, and compare all."""
+    dtype = engines.manifest.options.dtype
+    found: dict[str, Any] = {"tolerance": TOLERANCE[dtype]}
+    for name in engines.sessions:
+        if name == "draft_step":  # goes on from the states of `draft`
+            continue
+        names = ("draft", "draft_step") if name == "draft" else (name,)
+        got = list(calls(engines, names, saved))
+        want = [
+            {key.split(".out.")[1]: saved[key] for key in saved if key.startswith(f"{i}.{n}.out.")}
+            for i in range(9)
+            for n in names
+        ]
+        found[name] = polygraphy(want, got, TOLERANCE[dtype])
+    return found
+
+
+def calls(engines: Engines, names: tuple[str, ...], saved: Arrays) -> Iterator[Arrays]:
+    """Run the reference's calls; the engines in `names` share their states."""
+    sides: dict[str, tuple[Buffer, Buffer]] = {}
+    memory = engines.memory
+    for pair in engines.sessions[names[0]].spec.states:
+        first = memory.allocate(pair.tensors[0])
+        sides[pair.input] = (first, first if pair.in_place else memory.allocate(pair.tensors[1]))
+    bindings = {}
+    for name in names:
+        session = engines.sessions[name]
+        for parity in (0, 1):
+            spec = session.spec
+            tensors = {t.name: memory.allocate(t) for t in (*spec.inputs, *spec.outputs)}
+            for pair in spec.states:
+                tensors[pair.input] = sides[pair.input][parity]
+                tensors[pair.output] = sides[pair.input][1 - parity]
+            bindings[name, parity] = (session.bind(tensors), tensors)
+    for i in range(9):
+        for name in names:
+            binding, tensors = bindings[name, i % 2]
+            session = engines.sessions[name]
+            for tensor in session.spec.inputs:
+                fed = saved[f"{i}.{name}.in.{tensor.name}"]
+                if tensor.dtype == "bf16":
+                    fed = (fed.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+                tensors[tensor.name].write(fed)
+            binding.run()
+            yield {t.name: values(tensors[t.name]) for t in session.spec.all_outputs}
+
+
+def polygraphy(want: list[Arrays], got: list[Arrays], tolerance: float) -> dict[str, Any]:
+    """Polygraphy's verdict: every float within `tolerance` of its tensor's size, ids equal."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    from polygraphy.comparator import Comparator, CompareFunc, RunResults
+    from polygraphy.logger import G_LOGGER
+
+    G_LOGGER.module_severity = G_LOGGER.CRITICAL
+    worst: dict[str, float] = {}
+    differ: dict[str, int] = {}
+    passed = True
+    for expected, found in zip(want, got, strict=True):
+        names = [name for name in expected if name in found]
+        results = RunResults()
+        results.add([{n: expected[n] for n in names}], runner_name="PyTorch")
+        results.add([{n: found[n] for n in names}], runner_name="TensorRT")
+        size = {n: float(np.sqrt(np.square(expected[n], dtype=np.float64).mean())) for n in names}
+        limits = {
+            n: 0.0 if expected[n].dtype.kind == "i" else max(8 * tolerance * size[n], 1e-6)
+            for n in names
+        }
+        verdict = Comparator.compare_accuracy(
+            results, compare_func=CompareFunc.simple(atol=limits, rtol=tolerance)
+        )
+        passed = passed and bool(verdict)
+        for name in names:
+            error = np.abs(expected[name].astype(np.float64) - found[name])
+            if expected[name].dtype.kind == "i":
+                differ[name] = differ.get(name, 0) + int((error > 0).sum())
+            else:
+                share = float(np.sqrt(np.square(error).mean()) / max(size[name], 1e-12))
+                kind = name.split(".", 2)[-1] if name.startswith("layers.") else name
+                worst[kind] = max(worst.get(kind, 0.0), share)
+    return {"passed": passed, "worst_rms": worst, "ids_differ": differ}
+
+
+def tokens(chain: Chain, prompt: list[int], k: int, count: int) -> list[int]:
+    return list(chain.generate(prompt, max_new_tokens=count, k=k, stop_ids=()).tokens)
+
+
+def rounds(engines: Engines, prompt: list[int], k: int, count: int) -> list[int]:
+    whole = Rounds(engines.sessions, k)
+    out = [whole.start(prompt)]
+    for verdict in whole.verdicts():
+        out += verdict.tokens
+        if len(out) >= count:
+            return out[:count]
+    raise AssertionError("rounds never end")
+
+
+def same(one: list[int], other: list[int]) -> Any:
+    """True, or where they part."""
+    parted = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+    return True if parted is None else {"differ_at": parted}
+
+
+def same_bits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.tobytes() == other.tobytes()
+
+
+def interleaved(engines: Engines, saved: Any) -> bool:
+    """Two requests in turn on two chains over one set of engines, against one after the other."""
+    prompts = [saved["prompt0"].tolist(), saved["prompt1"].tolist()]
+    alone = [tokens(engines.chain(), prompt, 4, 40) for prompt in prompts]
+    open_ = [engines.chain().rounds(p, max_new_tokens=40, k=4, stop_ids=()) for p in prompts]
+    out: list[list[int]] = [[], []]
+    while any(len(o) < 40 for o in out):
+        for i, request in enumerate(open_):
+            step = next(request, None)
+            out[i] += step.tokens if step else ()
+    return out == alone
+
+
+def stand(whole: Rounds) -> None:
+    """Put a sequence in the middle of its capacity, as after a round that accepted two drafts."""
+    for side in whole._sides:
+        side["position"].write(POSITION)
+        side["kept"].write(3)
+        side["accepted"].write(2)
+        side["ids"].write([7, 8, 9, 10, 11])
+        side["next_ids"].write([9, 10, 11, 12, 13])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=lambda text: Path(text).resolve())
+    parser.add_argument("--bundle", action="append", default=[], metavar="NAME=BUNDLE,REFERENCES")
+    parser.add_argument("--layers", type=int, nargs="*", default=[])
+    parser.add_argument("--level", type=int)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    series = s = Series(arguments)
+    stages: list[tuple[str, Callable[[], Any], float]] = [("device", s.device, 5)]
+    for word in arguments.bundle:
+        name, _, paths = word.partition("=")
+        bundle, references = (Path(p).resolve() for p in paths.split(","))
+        stages += [
+            (f"{name}-build", lambda b=bundle: s.build(b), 60),
+            (f"{name}-parity", lambda b=bundle, r=references: s.parity(b, r), 15),
+            (f"{name}-chains", lambda b=bundle, r=references: s.chains(b, r), 20),
+            (f"{name}-aliasing", lambda b=bundle: s.aliasing(b), 10),
+            (f"{name}-soak", lambda b=bundle: s.soak(b), 20),
+            (f"{name}-baked", lambda b=bundle: s.baked(b), 120),
+        ]
+    stages += [("delta", s.delta, 90), ("mlp", s.mlp, 60)]
+    stages += [(f"nine-{n}", lambda n=n: s.nine(n), 100) for n in arguments.layers]
+    only = set(filter(None, arguments.only.split(",")))
+    for name, work, needs in stages:
+        if not only or name in only:
+            series.stage(name, work, needs)
+    series.say("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The command `bench` on the CPU: what it counts and refuses; times are the machine's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_chain.engines.cli import main
+from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.runtime.buffers import HostMemory
+from eagle_chain.runtime.measure import Clock, random_tensors, state_bytes
+from tests.toy_pair import write_pair
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    trunk, draft = write_pair(folder, tokenizer=True)
+    words = ["export", str(trunk), str(draft), "-o", str(folder / "bundle"), "--capacity", "48"]
+    assert main(words) == 0
+    return folder / "bundle"
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["bench", *words, "--runs", "3", "--threads", "1", "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_every_part_and_every_k_is_timed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    found = report(capsys, str(bundle), "--sweep")
+    parts, rounds = found["parts"], found["rounds"]
+    assert isinstance(parts, dict) and isinstance(rounds, dict)
+    assert list(parts) == ["plain", "verify", "encoder", "draft", "draft_step"]
+    assert list(rounds) == ["1", "2", "3", "4"]
+    assert all(part["p10_ms"] <= part["median_ms"] <= part["p90_ms"] for part in parts.values())
+    # the draft's layer and head, fp32: q, k, v, o, mlp, norms, 96 rows of a head
+    wide, hidden = 2 * 64, 64
+    layer = (128 + 64 + 64) * wide + hidden * 128 + 3 * 128 * hidden + 4 * hidden + 96 * hidden
+    kv = 2 * 4 * 16 * 4 * 24  # keys and values, 4 heads of 16, at position 24
+    assert parts["draft_step"]["bytes"] == 4 * layer + kv
+    speeds = found["speed"]
+    assert isinstance(speeds, list) and [s["tokens_per_round"] for s in speeds] == [1, 2, 3, 4, 5]
+
+
+def test_no_drafts_is_plain_decoding(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    found = report(capsys, str(bundle), "-k", "0", "--position", "7")
+    assert found["position"] == 7 and list(found["parts"]) == ["plain"]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--shapes"),
+        (["BUNDLE", "-k", "5"], "k 5"),
+        (["BUNDLE", "--position", "48"], "position 48"),
+        (["BUNDLE", "--runs", "0"], "runs is 0"),
+        (["--shapes", "qwen3.5-9b", "--backend", "onnxruntime-cpu"], "GPU"),
+    ],
+    ids=["nothing", "k", "position", "runs", "shapes on a CPU"],
+)
+def test_it_says_what_is_wrong(
+    bundle: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(bundle) if word == "BUNDLE" else word for word in words]
+    assert main(["bench", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_clock_is_its_middle_time_and_its_spread() -> None:
+    clock = Clock(tuple(float(n) for n in range(1, 102)))
+    assert (clock.median, *clock.spread) == (51.0, 11.0, 91.0)
+
+
+def test_random_weights_look_like_weights() -> None:
+    norm = TensorSpec("layers.0.input_layernorm.weight", "fp32", (4096,))
+    plain = TensorSpec("draft.norm.weight", "fp32", (4096,))
+    matrix = TensorSpec("layers.0.mlp.up_proj.weight", "bf16", (64, 512))
+    made = random_tensors([norm, plain, matrix, matrix], HostMemory())
+    assert len(made) == 3
+    assert abs(made[norm].read().mean()) < 0.02 and abs(made[plain].read().mean() - 1) < 0.02
+    values = (made[matrix].read().astype(np.uint32) << 16).view(np.float32)
+    assert 0.019 < values.std() < 0.021
+
+
+def test_states_are_read_up_to_the_position() -> None:
+    from eagle_chain.engines.spec import EngineSpec, StatePair
+
+    pairs = (
+        StatePair("layers.3.key", "layers.3.key.next", "bf16", (1, 4, 100, 256), True, 2),
+        StatePair("layers.0.S", "layers.0.S.next", "fp32", (32, 128, 128)),
+    )
+    spec = EngineSpec("trunk", (), (), pairs)
+    assert state_bytes(spec, 10) == 4 * 256 * 10 * 2 + 2 * 32 * 128 * 128 * 4

@@ -1,0 +1,301 @@
+"""The profiles for ONNX Runtime's CUDA provider, run on the CPU against the portable graphs.
+
+`ort-fused` runs the very kernels of `engines/kernels`, compiled for the host: each GPU thread a
+fibre. `ort-cuda` runs on the CPU kernels of the same com.microsoft operators. What only a GPU can
+show (speed, its own rounding) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from eagle_chain.engines.bound import bound_weights, with_bound_weights
+from eagle_chain.engines.derived import Derived
+from eagle_chain.engines.kernel_library import build_emulated
+from eagle_chain.engines.manifest import engine_specs
+from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.export import graph as export_graph
+from eagle_chain.export.bundle import Pair, weight_table, write_bundle
+from eagle_chain.export.checkpoint import open_draft, open_trunk
+from eagle_chain.export.graph import build_graphs
+from eagle_chain.export.ort_cuda import OrtCudaTrunk
+from eagle_chain.runtime import ort_cuda
+from eagle_chain.runtime.cuda import CudaMemory
+from tests.standin import standins
+from tests.toy_pair import write_pair
+
+WIDTH, CAPACITY = 5, 48
+TOLERANCE = 1e-4  # of the largest value, fp32: sums run in another order
+# Rounding to 16 bits, root mean square over that of the values: the toy trunk amplifies it.
+ROUNDING = {"fp16": 0.1, "bf16": 0.4}
+CALLS = ((5, 5), (2, 2), (5, 1), (5, 5), (5, 3))  # rows of the call, rows kept of it
+ELEMENT = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "int32": np.int32}
+NUMBER = {"fp32": 1, "fp16": 10, "bf16": 16, "int32": 6}  # as ONNX counts them
+DTYPES = {1: "fp32", 10: "fp16", 16: "bf16", 6: "int32", 7: "int32"}
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("no C++ compiler to build the kernels with")
+    return build_emulated(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    # head_dim 64: this attention operator rotates multiples of 16 dims only
+    folders = write_pair(
+        tmp_path_factory.mktemp("pair"), layers=4, dtype="bf16", sizes={"head_dim": 64}
+    )
+    trunk_config, trunk = open_trunk(folders[0])
+    draft_config, draft = open_draft(folders[1], trunk_config, aux_layers=(0, 1, 2))
+    return Pair(trunk_config, draft_config, trunk, draft)
+
+
+class MaskedTrunk(OrtCudaTrunk):
+    """Replays all rows with the rejected ones masked.
+
+    The CPU kernel refuses `cu_seqlens` that end before the last row, which the CUDA kernel takes.
+    A masked row multiplies S by 1 and adds 0 to it.
+    """
+
+    def replayed(self, prefix: str, held: tuple[ir.Value, ...], S: ir.Value) -> ir.Value:
+        """As in the base class."""
+        g = self.g
+        qkv, *gates = held
+        kept, off = g.Unsqueeze(self.was_kept, g.ints(1)), g.scalar(-1e30)
+        rows = (qkv, *(g.Where(kept, gate, off) for gate in gates))
+        return self.delta(prefix, rows, S, self.all_rows)[1]
+
+
+class Engine:
+    """One graph with its weights as inputs; states and inputs in, everything out, by name."""
+
+    def __init__(
+        self, model: onnx.ModelProto, pair: Pair, dtype: str, library: Path | None
+    ) -> None:
+        bound = with_bound_weights(model, converted=dtype)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        self.session = ort.InferenceSession(
+            bound.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        stored = set(bound_weights(model))
+        self.feeds: Arrays = {}
+        for value in bound.graph.input:
+            kind = ELEMENT[DTYPES[value.type.tensor_type.elem_type]]
+            shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            form = Derived.parse(value.name)
+            if form or value.name in stored:
+                names = form.sources if form else (value.name,)
+                whole = np.concatenate([held(pair, name).astype(np.float32) for name in names])
+                self.feeds[value.name] = (whole + (form.offset if form else 0)).astype(kind)
+            else:
+                self.feeds[value.name] = np.zeros(shape, kind)
+        self.outputs = {
+            o.name: (DTYPES[o.type.tensor_type.elem_type], [d.dim_value for d in dims(o)])
+            for o in bound.graph.output
+        }
+
+    def run(self, states: Arrays, **inputs: Any) -> tuple[Arrays, Arrays]:
+        """One call from `states` -> all outputs, the next states."""
+        binding = self.session.io_binding()
+        given = {n: np.asarray(v).astype(self.feeds[n].dtype) for n, v in inputs.items()}
+        feeds = {n: np.ascontiguousarray(a) for n, a in (self.feeds | states | given).items()}
+        results = {n: np.empty(s, ELEMENT[kind]) for n, (kind, s) in self.outputs.items()}
+        numbers = {np.dtype(ELEMENT[kind]): number for kind, number in NUMBER.items()}
+        for name, array in feeds.items():
+            binding.bind_input(
+                name, "cpu", 0, numbers[array.dtype], list(array.shape), array.ctypes.data
+            )
+        for name, array in results.items():
+            binding.bind_output(
+                name, "cpu", 0, numbers[array.dtype], list(array.shape), array.ctypes.data
+            )
+        self.session.run_with_iobinding(binding)
+        after = {n.removesuffix(".next"): a for n, a in results.items() if n.endswith(".next")}
+        return results, after
+
+
+def dims(value: onnx.ValueInfoProto) -> Any:
+    return value.type.tensor_type.shape.dim
+
+
+def held(pair: Pair, name: str) -> np.ndarray[Any, Any]:
+    checkpoint = pair.draft if name.startswith("draft.") else pair.trunk
+    found = checkpoint.tensors
+    return checkpoint.array(name if name in found else name.removeprefix("draft."))
+
+
+def engine(
+    pair: Pair, profile: str, library: Path | None = None, dtype: str = "fp32", name: str = "trunk"
+) -> Engine:
+    options = Options(WIDTH, CAPACITY, dtype, profile, ("logits", "S_rows"))
+    table = weight_table(pair)
+    model = build_graphs(pair.trunk_config, pair.draft_config, table, options)[name]
+    return Engine(model, pair, dtype, library if profile == "ort-fused" else None)
+
+
+@pytest.fixture(scope="module")
+def masked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(export_graph.TRUNKS, "ort-cuda", MaskedTrunk)
+        yield
+
+
+@pytest.fixture(scope="module", params=["ort-fused", "ort-cuda"])
+def trunk(request: pytest.FixtureRequest, pair: Pair, library: Path, masked: None) -> Engine:
+    return engine(pair, request.param, library)
+
+
+def forced(trunk: Engine) -> Iterator[Arrays]:
+    """Random tokens, states carried on over partial accepts."""
+    random = np.random.default_rng(0)
+    states: Arrays = {}
+    position = kept = 0
+    for rows, keep in CALLS:
+        ids = random.integers(0, 512, WIDTH)
+        ids[rows:] = -1
+        out, states = trunk.run(states, ids=ids, position=[position], rows=[rows], kept=[kept])
+        yield out
+        position, kept = position + keep, keep
+
+
+def distance(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> float:
+    return float(np.abs(got - want).max() / max(np.abs(want).max(), 1e-6))
+
+
+def rms(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> float:
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
+
+
+def test_trunk_agrees_with_the_portable_graph(trunk: Engine, pair: Pair) -> None:
+    for want, got in zip(forced(engine(pair, "portable")), forced(trunk), strict=True):
+        names = ["features", "hidden", "logits", "layers.3.key.next", "layers.3.value.next"]
+        if "layers.0.log_key.next" in got:  # the same layout of the recurrent states
+            names += [n for n in want if n.startswith(("layers.0.", "layers.2."))]
+        for name in names:
+            assert distance(got[name], want[name]) < TOLERANCE, name
+        for name in ("next_ids", "accepted", "pending", "next_kept", "next_position"):
+            np.testing.assert_array_equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4, 5])
+def test_the_next_state_is_the_one_after_the_kept_rows(trunk: Engine, kept: int) -> None:
+    """Bit for bit; 0 is a full rollback."""
+    ids = np.random.default_rng(3).integers(0, 512, (3, WIDTH))
+    _, states = trunk.run({}, ids=ids[0], position=[0], rows=[5], kept=[0])
+    second, states = trunk.run(states, ids=ids[1], position=[3], rows=[5], kept=[3])
+    third, _ = trunk.run(states, ids=ids[2], position=[3 + kept], rows=[5], kept=[kept])
+    for name in (n for n in third if n.endswith(".S.next")):
+        rows = second[name.replace(".S.next", ".S_rows")]
+        np.testing.assert_array_equal(third[name], rows[kept - 1] if kept else second[name])
+
+
+def test_a_row_has_the_same_bits_wherever_it_stands(trunk: Engine) -> None:
+    tokens = np.random.default_rng(2).integers(0, 512, 16)
+    plain: list[Arrays] = []
+    states: Arrays = {}
+    for at in range(10):
+        ids = [tokens[at], -1, -1, -1, -1]
+        out, states = trunk.run(states, ids=ids, position=[at], rows=[1], kept=[min(at, 1)])
+        plain.append(out)
+    states, position, kept = {}, 0, 0
+    for keep in (3, 1, 5, 1):
+        ids = tokens[position : position + WIDTH]
+        out, states = trunk.run(states, ids=ids, position=[position], rows=[5], kept=[kept])
+        for row in range(keep):
+            for name in ("features", "hidden", "logits"):
+                np.testing.assert_array_equal(out[name][row], plain[position + row][name][0])
+        position, kept = position + keep, keep
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_the_tensor_core_products_round_like_16_bits(pair: Pair, library: Path, dtype: str) -> None:
+    exact, ours = engine(pair, "portable"), engine(pair, "ort-fused", library, dtype)
+    for want, got in zip(forced(exact), forced(ours), strict=True):
+        assert rms(got["layers.0.window.next"], want["layers.0.window.next"]) < 4e-3
+        assert rms(got["logits"], want["logits"]) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+def test_encoder_and_draft_agree_with_the_portable_graph(
+    pair: Pair, library: Path, profile: str
+) -> None:
+    random = np.random.default_rng(1)
+    features = random.normal(size=(WIDTH, pair.draft_config.feature_size))
+    pairs = {
+        name: (engine(pair, "portable", name=name), engine(pair, profile, library, name=name))
+        for name in ("encoder", "draft", "draft_step")
+    }
+    want, got = (e.run({}, features=features)[0]["g"] for e in pairs["encoder"])
+    assert distance(got, want) < TOLERANCE
+    ids = random.integers(0, 512, WIDTH)
+    inputs = {"ids": ids, "g": want, "position": [0], "row": [3]}
+    (first, kv), (ours, our_kv) = (e.run({}, **inputs) for e in pairs["draft"])
+    for _ in range(3):
+        assert ours["token"] == first["token"] and ours["next_position"] == first["next_position"]
+        for name in ("g_next", "logits", "draft.key.next", "draft.value.next"):
+            assert distance(ours[name], first[name]) < TOLERANCE, name
+        at = {"position": first["next_position"], "row": [0]}
+        inputs = {"ids": first["token"], "g": first["g_next"], **at}
+        step, our_step = pairs["draft_step"]
+        (first, kv), (ours, our_kv) = step.run(kv, **inputs), our_step.run(our_kv, **inputs)
+
+
+def test_a_row_that_is_not_finite_chooses_nothing(pair: Pair, library: Path) -> None:
+    """Greedy choices of single rows: ties go to the lowest id, a NaN anywhere makes -1."""
+    fused = engine(pair, "ort-fused", library)
+    states = {n: a.copy() for n, a in fused.feeds.items() if n.endswith(".value")}
+    for value in states.values():
+        value[0, :, 0] = np.nan  # a KV row that every row of the call sees
+    ids = [1, 2, 3, 4, 5]
+    out, _ = fused.run(states, ids=ids, position=[1], rows=[5], kept=[0])
+    assert (out["next_ids"] == -1).all() and out["accepted"] == 0 and out["pending"] == -1
+
+
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_every_width_is_valid_onnx(pair: Pair, profile: str, width: int) -> None:
+    options = Options(width, CAPACITY, "bf16", profile)
+    specs = engine_specs(pair.trunk_config, pair.draft_config, options)
+    table = weight_table(pair)
+    graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options)
+    for name, model in graphs.items():
+        onnx.checker.check_model(with_bound_weights(model))
+        assert [o.name for o in model.graph.output] == [t.name for t in specs[name].all_outputs]
+
+
+def test_a_derived_weight_says_how_it_is_made() -> None:
+    form = Derived(("a.weight", "b.weight"), "bf16", 1.0, transposed=True)
+    assert Derived.parse(form.name) == form
+    assert Derived.parse("a.weight") is None
+
+
+def test_derived_weights_are_put_together_on_the_device(pair: Pair, tmp_path: Path) -> None:
+    write_bundle(tmp_path / "bundle", pair, Options(WIDTH, CAPACITY), False, ())
+    names = ("layers.0.linear_attn.in_proj_z.weight", "layers.0.linear_attn.in_proj_b.weight")
+    norm = "layers.0.input_layernorm.weight"
+    with standins():
+        memory = CudaMemory()
+        for form in (Derived(names, "fp16"), Derived((norm,), "bf16", 1.0)):
+            shapes = [held(pair, name).shape for name in form.sources]
+            spec = TensorSpec(form.name, form.dtype, (sum(s[0] for s in shapes), *shapes[0][1:]))
+            made = ort_cuda.derived(tmp_path / "bundle", weight_table(pair), form, spec, memory)
+            values = np.concatenate([held(pair, n).astype(np.float32) for n in form.sources])
+            want = (values + np.float32(form.offset)).astype(ELEMENT[form.dtype])
+            assert made.read().tobytes() == want.tobytes()
