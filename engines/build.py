@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_chain.engines.compiler import Job, Request
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.flavours import FLAVOURS, RTX, TENSORRT, Flavour, load_flavour
+from eagle_chain.engines.flavours import (
+    FLAVOURS,
+    RTX,
+    TENSORRT,
+    Flavour,
+    is_installed,
+    load_flavour,
+)
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.graphs import baked_weights, bound_graph, load_graph
 from eagle_chain.engines.manifest import Manifest, Plan, file_hash
 from eagle_chain.engines.memory import Estimate, check_room, estimate
 from eagle_chain.engines.outcome import Outcome
-from eagle_chain.engines.plans import Target, machine, source_hash
+from eagle_chain.engines.plans import PLANS, Target, machine, source_hash
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.engines.staging import locked, staged
@@ -77,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Build what is not built yet, put it into the bundle, and say what came of it."""
     folder: Path = arguments.bundle
+    if arguments.dry_run and not is_installed(arguments.backend):
+        return _dry_run_elsewhere(folder, arguments)
     flavour = load_flavour(arguments.backend)
     manifest = Manifest.load(folder)
     flavour.refuse(manifest.options)
@@ -90,7 +99,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
     engines = _engines(folder, manifest, recipe.weights)
     needed = _needed(manifest, engines, recipe.weights)
-    for line in _announcement(manifest, recipe, needed):
+    for line in _announcement(manifest, str(recipe.target), recipe.weights, needed):
         print(line, flush=True)
     check_room(folder, needed, recipe.weights, None if flavour.ahead_of_time else arguments.device)
     report["memory"] = asdict(needed)
@@ -169,10 +178,24 @@ def _needed(manifest: Manifest, engines: dict[str, Engine], weights: str) -> Est
     return estimate(manifest.specs, used, nodes, weights == "baked")
 
 
-def _announcement(manifest: Manifest, recipe: Recipe, needed: Estimate) -> list[str]:
+def _dry_run_elsewhere(folder: Path, arguments: argparse.Namespace) -> Outcome:
+    """What a build would take on a machine that has the library; this one has not."""
+    manifest = Manifest.load(folder)
+    needed = _needed(manifest, _engines(folder, manifest, arguments.weights), arguments.weights)
+    wanted = " ".join(arguments.compute_capability)
+    gpu = f"compute capability {wanted}" if wanted else "GPU unknown"
+    target = f"{arguments.backend}, version unknown (not installed here), {gpu}"
+    for line in _announcement(manifest, target, arguments.weights, needed):
+        print(line)
+    print(f"would write {folder / PLANS}/{arguments.backend}-...")
+    report = {"target": None, "weights": arguments.weights, "built": False}
+    return Outcome({**report, "memory": asdict(needed), "plans": []})
+
+
+def _announcement(manifest: Manifest, target: str, weights: str, needed: Estimate) -> list[str]:
     return [
-        f"target   {recipe.target}",
-        f"engines  {', '.join(manifest.specs)}; weights {recipe.weights}",
+        f"target   {target}",
+        f"engines  {', '.join(manifest.specs)}; weights {weights}",
         f"memory   {human_bytes(needed.device)} on the GPU ({human_bytes(needed.weights)} weights, "
         f"{human_bytes(needed.states)} states and outputs of a chain) and TensorRT's scratch; "
         f"about {human_bytes(needed.build_host)} here to build",

@@ -20,6 +20,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import EXTRAS, install
 from eagle_chain.engines.outcome import Outcome
 
 COMMANDS = {
@@ -31,14 +32,6 @@ COMMANDS = {
     "bench": ("eagle_chain.runtime.bench", "time every part of a round"),
     "inspect": ("eagle_chain.engines.inspection", "tell what a bundle holds and needs"),
 }
-EXTRAS = {  # optional library -> the extra that brings it
-    **dict.fromkeys(("onnx", "onnx_ir", "ml_dtypes"), "export"),
-    "matplotlib": "plot",
-    "onnxruntime": "cpu",
-    "torch": "parity",
-}
-
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a redirected output may break
 
 
@@ -86,7 +79,8 @@ def _run(words: list[str]) -> int:
         library = (error.name or "").partition(".")[0]
         if library not in EXTRAS:
             raise
-        return _fail(_install(library), 2, as_json)
+        message = f"this needs the Python package {library}: {install(EXTRAS[library])}"
+        return _fail(message, 2, as_json)
     except KeyboardInterrupt:
         return _fail("interrupted", 130, as_json)
     except BrokenPipeError:
@@ -128,7 +122,7 @@ def dispatch(words: list[str]) -> Outcome:
 
 
 def _top_level(words: list[str]) -> Outcome:
-    """`--help`, `--version`, or a word that is no command."""
+    """`--help` (also without a word), `--version`, or a word that is no command."""
     listing = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
     parser = _Parser(
         prog="eagle-chain",
@@ -139,17 +133,12 @@ def _top_level(words: list[str]) -> Outcome:
     )
     parser.add_argument("--version", action="version", version=_version())
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
-    parser.parse_args(words)
+    parser.parse_args(words or ["--help"])
     raise AssertionError("parse_args returns only for a command, which is dispatched before")
 
 
 def _version() -> str:
     return f"eagle-chain {metadata.version('eagle-chain')}"
-
-
-def _install(library: str) -> str:
-    extra = EXTRAS[library]
-    return f"this needs the Python package {library}: pip install 'eagle-chain[{extra}]'"
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:

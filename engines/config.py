@@ -262,17 +262,21 @@ class DraftConfig:
                 read.integer(field, KEYS.get(field, field), SIZES[field], known.get(same))
         read.number("norm_eps", "rms_norm_eps", limits=NORM_EPS)
 
+        layers, depth = None if aux_layers is None else list(aux_layers), len(trunk.layer_types)
+        _check_overrides(known.get("head_dim"), depth, layers, rope_theta, rotary_dim)
         places = _rope_places(read)
         if rotary_dim is None:
             _read_rotary_dim(read, places, default=1.0)
         else:
             known["rotary_dim"] = rotary_dim
-        if rope_theta is not None:
-            places = [("", {"rope_theta": rope_theta})]
-        read.number("rope_theta", "rope_theta", "rotary_emb_base", limits=ROPE_THETA, places=places)
+        rotary = ("rope_theta", "rope_theta", "rotary_emb_base")
+        if rope_theta is None:
+            read.number(*rotary, limits=ROPE_THETA, places=places)
+        else:
+            known["rope_theta"] = float(rope_theta)
         _refuse_variants(read, everywhere)
         _check_same_trunk(read, trunk)
-        _read_aux(read, everywhere, len(trunk.layer_types), aux_layers)
+        _read_aux(read, everywhere, depth, layers)
         read.problems += _problems(read.values, KEYS)
         read.finish()
         return DraftConfig(**read.values)
@@ -473,19 +477,34 @@ def _check_same_trunk(read: Reader, trunk: TrunkConfig) -> None:
         read.note("hidden_size", hidden, f"{width}, as in the trunk", why)
 
 
-def _read_aux(
-    read: Reader, everywhere: list[Place], depth: int, given: Iterable[int] | None
+def _check_overrides(
+    head_dim: Any,
+    depth: int,
+    aux_layers: list[int] | None,
+    rope_theta: float | None,
+    rotary_dim: int | None,
 ) -> None:
+    """Refuse what was given instead of the file's values, by the names of the options."""
+    given = Reader("", {})
+    if aux_layers is not None and not is_ascending(aux_layers, (0, depth - 1)):
+        given.note("--aux-layers", aux_layers, f"layers from 0 to {depth - 1}, strictly ascending")
+    if rope_theta is not None and not is_number(rope_theta, ROPE_THETA):
+        low, high = ROPE_THETA
+        given.note("--rope-theta", rope_theta, f"a number from {low:g} to {high:g}")
+    if rotary_dim is not None and is_integer(head_dim, SIZES["head_dim"]):
+        if not is_integer(rotary_dim, (2, head_dim)) or rotary_dim % 2:
+            wanted = f"an even number from 2 to {head_dim}, the draft's head_dim"
+            given.note("--rotary-dim", rotary_dim, wanted)
+    raise_all("options for the draft", given.problems)
+
+
+def _read_aux(read: Reader, everywhere: list[Place], depth: int, given: list[int] | None) -> None:
     """Resolve the aux layer ids of a draft for a trunk of `depth` layers to layer outputs."""
     found: tuple[list[int], str] | None
     if given is None:
         found = _stated_aux(read, everywhere, depth)
     else:
-        ids = list(given)
-        found = (ids, f"{ids} given as layer outputs")
-        if not is_ascending(ids, (0, depth - 1)):
-            read.note("aux layers", ids, f"layers from 0 to {depth - 1}, strictly ascending")
-            return
+        found = (given, f"{given} given as layer outputs")
     if found is None:
         return
     count = read.find("num_aux_hidden_states", places=everywhere)

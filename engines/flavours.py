@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -76,6 +77,12 @@ class Flavour:
                 f"TensorRT {self.version} reads opset 17 and the profile {options.profile!r} is "
                 "newer: export with --profile portable"
             )
+
+
+def is_installed(name: str) -> bool:
+    """Whether there is such a library at all; loading it may still fail."""
+    spec = importlib.util.find_spec(_MODULES[name])
+    return spec is not None and spec.origin is not None  # no origin: a folder of that name
 
 
 def load_flavour(name: str) -> Flavour:

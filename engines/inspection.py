@@ -39,6 +39,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
         checkpoints = importlib.import_module("eagle_chain.export.inspection")
         report: dict[str, Any] = checkpoints.describe(folder, arguments.trunk)
         return Outcome(report)
+    if folder.is_file() or (folder.is_dir() and not (folder / MANIFEST).exists()):
+        raise InputError(
+            f"{folder}: is neither a bundle ({MANIFEST}) nor a checkpoint (config.json); expected "
+            "a folder with one of the two files"
+        )
     if arguments.trunk is not None:
         raise InputError("--trunk is for a draft checkpoint; a bundle holds its trunk")
     manifest = Manifest.load(folder)

@@ -23,22 +23,19 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def build_cuda(folder: Path, compute_capability: str, **tuning: int) -> Path:
+def build_cuda(folder: Path, compute_capability: str) -> Path:
     """The library for one GPU in `folder`; built with nvcc unless it is there already.
 
     Args:
         folder: Where libraries are kept.
         compute_capability: "9.0".
-        **tuning: Values for the macros of `library.cu`.
 
     Raises:
         InputError: nvcc is missing or fails.
     """
     architecture = f"sm_{compute_capability.replace('.', '')}"
-    defines = [f"-D{name}={value}" for name, value in sorted(tuning.items())]
-    label = "".join(f"-{value}" for _, value in sorted(tuning.items()))
-    target = folder / f"libeagle_chain-{architecture}-{source_hash()[:16]}{label}.so"
-    flags = (f"-arch={architecture}", "-Xcompiler", "-fPIC,-fvisibility=hidden", *defines)
+    target = folder / f"libeagle_chain-{architecture}-{source_hash()[:16]}.so"
+    flags = (f"-arch={architecture}", "-Xcompiler", "-fPIC,-fvisibility=hidden")
     compiler = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if compiler is None:
         raise InputError(

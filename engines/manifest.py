@@ -198,9 +198,11 @@ def check_options(options: Options) -> None:
 
 
 def _sources(folder: Path) -> tuple[str, str]:
-    """The checkpoint folders as far as the bundle's links still tell them."""
+    """The checkpoint folders as far as the bundle's links still lead to them."""
     links = folder / "weights" / "trunk", folder / "weights" / "draft"
-    trunk, draft = (str(link.resolve()) if link.is_symlink() else None for link in links)
+    trunk, draft = (
+        str(link.resolve()) if link.is_symlink() and link.exists() else None for link in links
+    )
     return trunk or "TRUNK", draft or "DRAFT"
 
 
@@ -210,9 +212,16 @@ def _parse(folder: Path) -> Manifest:
     command = shlex.join([*_sources(folder), "-o", str(folder)])
     again = f"export it again: eagle-chain export {command}"
     if not folder.is_dir():
+        found = "is a file" if folder.exists() else "no such folder"
+        place = shlex.quote("BUNDLE" if folder.exists() else str(folder))
         raise InputError(
-            f"{folder}: no such folder, expected a bundle; "
-            f"make one: eagle-chain export TRUNK DRAFT -o {shlex.quote(str(folder))}"
+            f"{folder}: {found}, expected a bundle; "
+            f"make one: eagle-chain export TRUNK DRAFT -o {place}"
+        )
+    if not path.is_file() and (folder / "config.json").exists():
+        raise InputError(
+            f"{folder}: is a checkpoint, so it is not a bundle; export it to another folder: "
+            "eagle-chain export TRUNK DRAFT -o BUNDLE"
         )
     if not path.is_file():
         raise InputError(f"{folder}: has no {MANIFEST}, so it is not a bundle; {again}")
@@ -346,6 +355,12 @@ def _check_weight_file(folder: Path, name: str, file: WeightFile, command: str) 
     mend = f"restore the file, or export again: {command}"
     if aim:
         mend = f"point {link} at the checkpoint folder, or export again: {command}"
+    if aim and not link.exists():
+        raise InputError(
+            f"{link}: the checkpoint folder {os.path.realpath(link)} is not there, and the bundle "
+            "has no weights of its own (was it copied or moved alone? --weights copy makes it "
+            f"stand alone); from where the checkpoint lies now, {mend}"
+        )
     try:
         size = path.stat().st_size
         sample = sample_hash(path) if size == file.size else ""

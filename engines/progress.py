@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -19,13 +19,14 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def phases(label: str) -> Iterator[Callable[[str, int, int], None]]:
+def phases(label: str, patience: float = 0.0) -> Iterator[Callable[[str, int, int], None]]:
     """Yield `show(phase, done, total)` for work whose length nobody knows; total 0: only time.
 
-    To be called with any news, and now and then without.
+    To be called with any news, and now and then without. Work that ends within `patience` seconds
+    passes in silence.
     """
     show = _phase_bar if sys.stderr.isatty() else _phase_lines
-    with show(label) as advance:
+    with show(label, patience) as advance:
         yield advance
 
 
@@ -82,7 +83,7 @@ def _lines(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _phase_bar(label: str) -> Iterator[Callable[[str, int, int], None]]:
+def _phase_bar(label: str, patience: float) -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -98,25 +99,31 @@ def _phase_bar(label: str) -> Iterator[Callable[[str, int, int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task, start = bar.add_task(label, total=None), time.monotonic()
+    with ExitStack() as shown:
 
         def show(phase: str, done: int, total: int) -> None:
             words = f"{label}: {phase}" if phase else label
             bar.update(task, description=words, completed=done, total=total or None)
+            if not bar.live.is_started and time.monotonic() - start >= patience:
+                shown.enter_context(bar)
 
+        if not patience:
+            shown.enter_context(bar)
         yield show
 
 
 @contextmanager
-def _phase_lines(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    start = spoken = time.monotonic()
+def _phase_lines(label: str, patience: float) -> Iterator[Callable[[str, int, int], None]]:
+    start = time.monotonic()
+    due = start + (patience or SECONDS_BETWEEN_LINES)
 
     def show(phase: str, done: int, total: int) -> None:
-        nonlocal spoken
+        nonlocal due
         now = time.monotonic()
-        if now - spoken >= SECONDS_BETWEEN_LINES:
-            spoken = now
+        if now >= due:
+            due = now + SECONDS_BETWEEN_LINES
             count = f" {done} of {total}," if total else ""
             words = f"{label}: {phase}" if phase else label
             print(f"{words},{count} {now - start:.0f} s", file=sys.stderr, flush=True)

@@ -29,6 +29,7 @@ from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.engines.staging import staged
 from eagle_chain.export.checkpoint import Checkpoint
+from eagle_chain.export.graph import PROFILES as STANDARD_PROFILES
 from eagle_chain.export.graph import build_graphs
 
 TOKENIZER_FILES = (
@@ -85,7 +86,7 @@ def write_bundle(
         graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options)
         hashes = {}
         for name, model in graphs.items():
-            check_graph(model, specs[name])
+            check_graph(model, specs[name], options.profile)
             content = model.SerializeToString(deterministic=True)
             (folder / f"{name}.onnx").write_bytes(content)
             hashes[f"{name}.onnx"] = hashlib.sha256(content).hexdigest()
@@ -121,8 +122,15 @@ def weight_table(pair: Pair) -> dict[str, Weight]:
     }
 
 
-def check_graph(model: onnx.ModelProto, spec: EngineSpec) -> None:
+def check_graph(model: onnx.ModelProto, spec: EngineSpec, profile: str) -> None:
     """Check operators, shapes and dtypes all through the graph, and that its ends are the spec."""
+    for node in model.graph.node:
+        if node.domain and profile in STANDARD_PROFILES:
+            raise RuntimeError(
+                f"{spec.name}: node {node.name!r} is {node.domain}.{node.op_type}, and a graph of "
+                f"profile {profile} holds operators of standard ONNX only; take it out, or use a "
+                "profile for ONNX Runtime"
+            )
     onnx.checker.check_model(with_bound_weights(model), full_check=True)
     weights = {tensor.name for tensor in model.graph.initializer}
     for what, values, tensors in (

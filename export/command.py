@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         type=int,
-        help=f"longest sequence in tokens ({CAPACITY}, or all the trunk has)",
+        help="longest sequence in tokens; every call attends over the whole capacity, so time and "
+        f"memory grow with it ({CAPACITY}, or all the trunk has)",
     )
     parser.add_argument(
         "--dtype",
@@ -44,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the memory of weights and KV there (fp32)",
     )
     parser.add_argument(
-        "--profile", choices=PROFILES, default=Options.profile, help="operators to use (portable)"
+        "--profile",
+        choices=PROFILES,
+        default=Options.profile,
+        help="operators to use. portable: opset 17, for anything. standard: opset 24, smaller "
+        "graphs. ort-cuda: for ONNX Runtime 1.31 on an NVIDIA GPU, fp16 or bf16. ort-fused: "
+        "kernels of our own for that, which nvcc compiles at the first load (portable)",
     )
     parser.add_argument(
         "--weights",
@@ -143,7 +149,11 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    words = tuple(text.split(","))
+    if not all(words):
+        message = f"got {text!r}, wanted some of {', '.join(DEBUG_OUTPUTS)}"
+        raise argparse.ArgumentTypeError(message)
+    return words
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
 from eagle_chain.export.trunk import TrunkGraph
 
 DOMAIN = "eagle_chain"
-STRETCHES = 160  # most pieces of a KV cache that attention merges, see `run_attend`
-TILE = 32
+# Pieces in which attention takes a KV cache: up to which slot, how many slots each. As in
+# `stretch_of` of the kernels.
+STRETCHES = ((1024, 32), (4096, 64), (8192, 128), (math.inf, 256))
 PICK_BLOCKS = 64
 
 
@@ -109,8 +110,7 @@ class Fused(Portable):
         """
         g = self.g
         rows, cache = _shape(query)[0], (1, heads.kv, slots, heads.dim)
-        stretch = math.ceil(math.ceil(slots / STRETCHES) / TILE) * TILE
-        pieces = math.ceil(slots / stretch)
+        pieces = stretches(slots)
         pairs = rows * heads.query
         gates = [g.weight(name, "fp32") for name in norms] if norms else []
         y, key, value, *_ = g.node(
@@ -305,6 +305,17 @@ def record_fused_draft(
 def record_fused_encoder(g: GraphBuilder, low: Fused) -> None:
     """`features` [W, A*Ht] -> `g` [W, H]."""
     g.output("g", low.linear(g.input("features"), "draft.fc.weight"))
+
+
+def stretches(slots: int) -> int:
+    """How many pieces attention cuts a KV cache into."""
+    pieces, start = 0, 0
+    for until, size in STRETCHES:
+        pieces += math.ceil((min(slots, until) - start) / size)
+        if slots <= until:
+            break
+        start = int(until)
+    return pieces
 
 
 def _shape(x: ir.Value) -> tuple[int, ...]:

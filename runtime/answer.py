@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.progress import phases
 from eagle_chain.runtime.chain import Chain
-from eagle_chain.runtime.stats import Result, Stats
+from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 ENOUGH = 8  # rounds without a single accepted draft that are no accident
+COLUMNS = 74  # of a line of a summary, so that a short mark in front of it fits on a terminal
+FINISHES = {"eos": "end of text", "length": "limit reached", "capacity": "capacity reached"}
+VERDICTS = {None: "", True: ", exact", False: ", NOT EXACT"}
+PATIENCE = 1.0  # seconds of a prompt that pass without a word
 Show = Callable[[str, bool], None]  # a piece of text, and whether a draft was accepted for it
 
 
@@ -46,22 +51,27 @@ class Answer:
             "plain_tokens_per_second": plain.stats.tokens_per_second if plain else None,
         }
 
-    def summary(self) -> str:
-        """The cost in a line for people."""
+    def summary(self) -> list[str]:
+        """The cost in a few short lines for people."""
         stats = self.result.stats
-        parts = [f"{stats.tokens} tokens ({self.result.finish_reason})"]
+        finish = FINISHES[self.result.finish_reason]
+        parts = [f"{stats.tokens} tokens ({finish}){VERDICTS[self.exact]}"]
+        if shares := stats.acceptance_by_position:
+            drafts = f"drafts 1..{len(shares)}" if len(shares) > 1 else "draft 1"
+            parts.append(f"{drafts} accepted {' '.join(f'{share:.0%}' for share in shares)}")
         if stats.acceptance_length is not None:
-            parts.append(
-                f"{stats.acceptance_length:.2f} per trunk pass, {self.passes_saved} passes saved"
-            )
-        if stats.acceptance_by_position:
-            shares = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
-            parts.append(f"accepted by position {shares}")
+            parts.append(f"{stats.acceptance_length:.2f} per trunk pass")
         if stats.tokens_per_second is not None:
             plain = self.plain.stats.tokens_per_second if self.plain else None
-            beside = f" ({plain:.0f} plain)" if plain else ""
+            beside = f", {plain:.0f} without drafts in the same engine" if plain else ""
             parts.append(f"{stats.tokens_per_second:.0f} tokens/s{beside}")
-        return "; ".join(parts)
+        lines = [parts[0]]
+        for part in parts[1:]:
+            if len(lines[-1]) + len(part) + 2 <= COLUMNS:
+                lines[-1] += f"; {part}"
+            else:
+                lines.append(part)
+        return lines
 
     def warnings(self) -> list[str]:
         """What a user should look into: a draft that is never right, a token that differs."""
@@ -114,7 +124,7 @@ def answer(
             show(piece, drafted)
 
     try:
-        for round in chain.rounds(prompt, max_new_tokens=max_new_tokens, k=k):
+        for round in _rounds(chain, prompt, max_new_tokens, k):
             stats.add(round)
             tokens += round.tokens
             reason = round.finish_reason or reason
@@ -125,6 +135,22 @@ def answer(
     except FloatingPointError as error:
         raise InputError(str(error)) from error
     return Answer("".join(text), Result(tokens, reason, stats), plain)
+
+
+def _rounds(
+    chain: Chain, prompt: Sequence[int], max_new_tokens: int, k: int | None
+) -> Iterator[Round]:
+    """A request's rounds, with the progress of a prompt that takes its time on stderr."""
+    with phases("prompt", PATIENCE) as show:
+        rounds = chain.rounds(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            k=k,
+            fed=lambda held: show("", held, len(prompt)),
+        )
+        first = next(rounds)
+    yield first
+    yield from rounds
 
 
 def printable(text: str) -> str:

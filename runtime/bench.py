@@ -27,7 +27,7 @@ from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.spec import DTYPES, Options, TensorSpec
 from eagle_chain.runtime.buffers import Memory
 from eagle_chain.runtime.cuda import CudaMemory
-from eagle_chain.runtime.load import BACKENDS, open_engines
+from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines
 from eagle_chain.runtime.measure import (
     Clock,
     clock,
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bundle", metavar="BUNDLE", type=Path, nargs="?", help="what `export` wrote"
     )
     parser.add_argument("--shapes", choices=SHAPES, help="sizes of this pair, random weights")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what runs it (auto)")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
     parser.add_argument("-k", type=int, help="guesses per round (as many as the width allows)")
     parser.add_argument("--sweep", action="store_true", help="whole rounds for every k up to that")
     parser.add_argument("--position", type=int, help="where the sequence stands (1000)")

@@ -7,7 +7,7 @@ back (`undo`) brings states, features and choices of the call before into view a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from eagle_chain.engines.errors import InputError
@@ -34,6 +34,7 @@ class Snapshot:
     counters: Counters
     buffers: tuple[Buffer | None, ...]  # one per state; None: a KV cache that was not copied
     outputs: tuple[Buffer, ...]  # features and hidden of the last call
+    engines: Hashable  # of the cache it was taken from
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +45,12 @@ class Snapshot:
 class Cache:
     """States of the trunk and of its drafters, and the sequence they belong to.
 
+    Args:
+        trunk: What the trunk takes and gives.
+        memory: Where the buffers live.
+        capacity: The longest sequence in tokens.
+        engines: Whose states these are; only caches of equal ones may exchange snapshots.
+
     Attributes:
         tokens: Ids whose rows are in the states, oldest first.
         position: Where row 0 of the last trunk call stands.
@@ -53,8 +60,11 @@ class Cache:
         outputs: The trunk's plain outputs by name, per parity.
     """
 
-    def __init__(self, trunk: EngineSpec, memory: Memory, capacity: int) -> None:
+    def __init__(
+        self, trunk: EngineSpec, memory: Memory, capacity: int, engines: Hashable = None
+    ) -> None:
         self.capacity = capacity
+        self.engines = engines
         self.memory = memory
         self.inputs = {t.name: memory.allocate(t) for t in trunk.inputs}
         first, second = ({t.name: memory.allocate(t) for t in trunk.outputs} for _ in range(2))
@@ -144,19 +154,20 @@ class Cache:
                 counters,
                 tuple(self._allocate_copy(pair, live, kv) for pair, _ in self._states),
                 tuple(self.memory.allocate(b.spec) for b in self._features()),
+                self.engines,
             )
         for (pair, buffers), copy in zip(self._states, into.buffers, strict=True):
             if copy is not None:
                 _copy_state(copy, buffers[self.parity], pair, live)
         for copy, buffer in zip(into.outputs, self._features(), strict=True):
             copy.copy_from(buffer)
-        return Snapshot(counters, into.buffers, into.outputs)
+        return Snapshot(counters, into.buffers, into.outputs, self.engines)
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken, whatever has happened since, `reset` included.
 
         Raises:
-            InputError: The snapshot was taken from a cache of other states or sizes.
+            InputError: The snapshot was taken from a cache of other engines, states or sizes.
         """
         if not self._fits(snapshot):
             raise InputError("this snapshot was taken on a chain of another bundle or drafter")
@@ -203,7 +214,7 @@ class Cache:
         return self.memory.allocate(TensorSpec(pair.input, pair.dtype, tuple(shape)))
 
     def _fits(self, snapshot: Snapshot) -> bool:
-        if len(snapshot.buffers) != len(self._states):
+        if snapshot.engines != self.engines or len(snapshot.buffers) != len(self._states):
             return False
         live = max(1, len(snapshot.counters.tokens))
         for (pair, _), copy in zip(self._states, snapshot.buffers, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,7 +20,12 @@ from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.stats import Result, Round, Stats
 
 Rollback = Literal["log", "replay"]
+Fed = Callable[[int], None]  # hears how many tokens the cache holds while a prompt is fed
 PLAIN = NoDrafter()
+
+
+def _unheard(held: int) -> None:
+    """Nobody waits for the prompt."""
 
 
 class Chain:
@@ -99,9 +104,13 @@ class Chain:
         k: int | None = None,
         stop_ids: Collection[int] | None = None,
         append: bool = False,
+        fed: Fed = _unheard,
     ) -> Iterator[Round]:
-        """Yield a request round by round, the prompt first; arguments and errors as in `stream`."""
-        return self._checked(object(), ids, max_new_tokens, k, stop_ids, append)
+        """Yield a request round by round, the prompt first; arguments and errors as in `stream`.
+
+        `fed` hears after each trunk call of the prompt how many tokens the cache holds.
+        """
+        return self._checked(object(), ids, max_new_tokens, k, stop_ids, append, fed)
 
     def generate(
         self,
@@ -155,6 +164,7 @@ class Chain:
         k: int | None,
         stop_ids: Collection[int] | None,
         append: bool,
+        fed: Fed = _unheard,
     ) -> Iterator[Round]:
         """Refuse bad arguments before anything runs, then hand over to the generator."""
         prompt = self._check_prompt(ids, append)
@@ -168,7 +178,7 @@ class Chain:
         if max_new_tokens is not None and _whole("max_new_tokens", max_new_tokens) < 0:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
         stops = self.stop_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
-        return self._rounds(request, prompt, max_new_tokens, k, stops, append)
+        return self._rounds(request, prompt, max_new_tokens, k, stops, append, fed)
 
     def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
         prompt = _ids("the prompt", ids)
@@ -197,6 +207,7 @@ class Chain:
         k: int,
         stops: frozenset[int],
         append: bool,
+        fed: Fed,
     ) -> Iterator[Round]:
         cache, drafter = self.cache, self.drafter if k else PLAIN
         with self._turn(request, begin=True):
@@ -205,7 +216,7 @@ class Chain:
                 self._check_prompt(prompt, append)  # another request may have run since
             else:
                 cache.reset()
-            calls = self._feed(prompt, cache.width, drafter)
+            calls = self._feed(prompt, cache.width, drafter, fed)
             seconds = time.perf_counter() - start
         room, out_of_room = cache.capacity - len(cache.tokens), "capacity"
         if max_new_tokens is not None and max_new_tokens <= room:
@@ -257,7 +268,7 @@ class Chain:
         cache.commit(len(tokens), tokens[-1])
         return tokens, min(accepted, len(tokens)), calls
 
-    def _feed(self, prompt: list[int], rows: int, drafter: Drafter) -> int:
+    def _feed(self, prompt: list[int], rows: int, drafter: Drafter, fed: Fed = _unheard) -> int:
         """Feed a prompt behind the cache, `rows` tokens at a time; returns the trunk calls."""
         cache, calls = self.cache, 0
         for start in range(0, len(prompt), rows):
@@ -267,11 +278,12 @@ class Chain:
             calls += 1
             if -1 not in next_ids[: len(ids)]:
                 cache.commit(len(ids), next_ids[len(ids) - 1])
+                fed(len(cache.tokens))
                 continue
             cache.undo()
             if len(ids) == 1:
                 raise FloatingPointError(self._not_finite())
-            calls += self._feed(ids, 1, drafter)  # one at a time, to find the token
+            calls += self._feed(ids, 1, drafter, fed)  # one at a time, to find the token
         return calls
 
     def _call(self, ids: list[int]) -> tuple[list[int], int]:

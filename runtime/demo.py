@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from eagle_chain.engines.cli import dispatch
+from eagle_chain.engines.config import TrunkConfig, read_json
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime.answer import Answer, answer, printable
@@ -33,6 +34,8 @@ PROMPTS = {  # register -> prompt; the pair learnt each kind of text behind its 
     ),
 }
 COLOURS = ("\033[1;32m", "\033[0m")  # accepted drafts: bold green
+PROMPT_ROOM = 256  # tokens of the capacity that are left to a prompt
+DIM = ("\033[2m", "\033[0m")  # the prompt, where there is colour
 BRACKETS = ("[", "]")
 NOTHING = ("", "")
 
@@ -50,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--marks",
         choices=("auto", "colour", "brackets", "none"),
         default="auto",
-        help="how accepted guesses are shown (auto: in colour on a terminal, else not)",
+        help="how accepted guesses are shown (auto: in colour on a terminal, else in brackets)",
     )
 
 
@@ -58,25 +61,29 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Export the pair, run every prompt with drafts and without, compare."""
     if not 1 <= arguments.k <= 8:
         raise InputError(f"-k is {arguments.k}, expected 1 to 8")
-    if not (PAIR / "trunk").is_dir():
+    config = PAIR / "trunk" / "config.json"
+    if not config.is_file():
         raise InputError(
             "the demo pair is not part of the installed package: clone the repository and run "
             "scripts/demo.sh there, or use `eagle-chain export` on a pair of your own"
         )
+    room = TrunkConfig.from_json(read_json(config), str(config)).max_positions - PROMPT_ROOM
+    if not 1 <= arguments.max_new_tokens <= room:
+        raise InputError(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 to {room}")
     with ExitStack() as stack:
         bundle = arguments.bundle
         if bundle is None:
             temporary = tempfile.TemporaryDirectory(prefix="eagle-chain-")
             bundle = Path(stack.enter_context(temporary), "bundle")
         words = [str(PAIR / "trunk"), str(PAIR / "draft"), "-o", str(bundle)]
-        width, capacity = max(5, arguments.k + 1), max(512, 256 + arguments.max_new_tokens)
+        width, capacity = max(5, arguments.k + 1), PROMPT_ROOM + max(256, arguments.max_new_tokens)
         dispatch(["export", *words, "--width", str(width), "--capacity", str(capacity)])
         engines = open_engines(bundle)
         tokenizer = Tokenizer(bundle)
         marks = _marks(arguments.marks)
         if marks != NOTHING:
-            print(f"\n{_marked('text like this', marks)} was guessed by the draft and confirmed by")
-            print("the trunk, which chose the rest itself")
+            kind = "green" if marks == COLOURS else "in brackets"
+            print(f"\n{_marked(kind, marks)}: guessed by the draft and confirmed by the trunk")
         answers = {
             name: _one(engines, tokenizer, name, prompt, arguments, marks)
             for name, prompt in PROMPTS.items()
@@ -94,7 +101,8 @@ def _one(
 ) -> Answer:
     """Continue one prompt before the reader's eyes."""
     ids = tokenizer.encode(prompt)
-    print(f"\n--- {name} ---\n{printable(tokenizer.decode(ids))}", end="", flush=True)
+    shown = _marked(printable(tokenizer.decode(ids)), DIM if marks == COLOURS else NOTHING)
+    print(f"\n--- {name} ---\n{shown}", end="", flush=True)
     run = _Marker(marks)
     given = answer(
         engines.chain(),
@@ -106,7 +114,9 @@ def _one(
         show=run.show,
     )
     run.end()
-    print(f"\n--- {given.summary()}; {'exact' if given.exact else 'NOT EXACT'}")
+    print()
+    for line in given.summary():
+        print(f"--- {line}")
     for warning in given.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return given
@@ -136,10 +146,10 @@ def _marked(text: str, marks: tuple[str, str]) -> str:
 
 
 def _marks(wish: str) -> tuple[str, str]:
-    """What goes around accepted drafts; colour by itself only where it is seen and wanted."""
+    """What goes around accepted drafts; colour only where it is seen and wanted."""
     terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if wish == "auto":
-        wish = "colour" if terminal and not os.environ.get("NO_COLOR") else "none"
+        wish = "colour" if terminal and not os.environ.get("NO_COLOR") else "brackets"
     return {"colour": COLOURS, "brackets": BRACKETS, "none": NOTHING}[wish]
 
 
@@ -149,11 +159,13 @@ def _outcome(answers: dict[str, Answer]) -> Outcome:
     decoded = sum(given.result.stats.decode_tokens for given in answers.values())
     exact = all(given.exact for given in answers.values())
     length = decoded / rounds if rounds else None
-    print("\nall together:", end=" ")
+    print()
     if length is not None:
-        print(f"{length:.2f} tokens per trunk pass, {rounds} passes instead of {decoded};", end=" ")
+        saved = f"{rounds} passes instead of {decoded}"
+        print(f"all together: {length:.2f} tokens per trunk pass, {saved}")
     print("every token is that of plain greedy decoding" if exact else "NOT EXACT")
-    print("(so small a model soon repeats itself, which is easy to guess; docs/ has fair numbers)")
+    print("(so small a model soon repeats itself, which is easy to guess; fair numbers are in")
+    print("docs/acceptance.md)")
     report = {
         "exact": exact,
         "acceptance_length": length,

@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime.answer import answer, printable
-from eagle_chain.runtime.load import BACKENDS, DRAFTERS, open_engines
+from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTERS, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 
@@ -17,8 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain generate` takes."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue (standard input)")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="file with that text")
+    prompt.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue, as it is (standard input, less one newline at its end)",
+    )
+    prompt.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        type=Path,
+        help="UTF-8 file with that text; one newline at its end is left out",
+    )
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -43,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="log",
         help="how rejected tokens leave the states: by a log, or by running the rest again (log)",
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what runs it (auto)")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
     parser.add_argument("--threads", type=int, help="CPU threads (all)")
     parser.add_argument(
         "--check",
@@ -78,15 +87,17 @@ def run(arguments: argparse.Namespace) -> Outcome:
         show=show,
     )
     print()
-    checked = {None: "", True: "; exact", False: ""}[given.exact]
-    print(f"[{given.summary()}{checked}]", file=sys.stderr)
+    stats = given.result.stats
+    fed = f"prompt of {stats.prompt_tokens} tokens in {stats.prompt_seconds:.2f} s"
+    lines = "\n ".join([fed, *given.summary()])
+    print(f"[{lines}]", file=sys.stderr)
     for warning in given.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return Outcome(given.to_json(), passed=given.exact is not False)
 
 
 def _prompt(text: str | None, file: Path | None) -> str:
-    """The text to continue, from the argument, a file or standard input, as it is."""
+    """The text to continue: the argument as it is, or a file without the newline at its end."""
     if text is not None:
         try:
             text.encode()
@@ -98,7 +109,8 @@ def _prompt(text: str | None, file: Path | None) -> str:
     where = "standard input" if file is None else str(file)
     try:
         content = sys.stdin.buffer.read() if file is None else file.read_bytes()
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
+        return text.removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise InputError(f"{where}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:

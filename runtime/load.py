@@ -28,6 +28,10 @@ BACKENDS: tuple[Backend, ...] = (
     "tensorrt",
     "tensorrt-rtx",
 )
+BACKEND_HELP = (
+    "what runs it; onnxruntime-cuda is made for the profiles ort-fused and ort-cuda, the tensorrt "
+    "ones need the plans of `build` (auto: plans that suit this GPU, else onnxruntime-cpu)"
+)
 MOST_THREADS = 1024  # ONNX Runtime starts whatever it is told to, until the machine stands still
 DRAFTERS: tuple[DrafterName, ...] = ("eagle", "none")
 
@@ -59,12 +63,20 @@ class Engines:
         Raises:
             InputError: There is no such drafter or option, or no draft in the bundle.
         """
-        cache = Cache(self.sessions["trunk"].spec, self.memory, self.manifest.options.capacity)
+        manifest = self.manifest
+        weights = tuple(sorted((name, file.sha256) for name, file in manifest.files.items()))
+        graphs = tuple(sorted(manifest.graphs.items()))
+        cache = Cache(
+            self.sessions["trunk"].spec,
+            self.memory,
+            manifest.options.capacity,
+            engines=(self.backend, graphs, weights),
+        )
         return Chain(
             self.sessions["trunk"],
             cache,
             self._drafter(cache, drafter, draft_kv),
-            vocab_size=self.manifest.trunk.vocab_size,
+            vocab_size=manifest.trunk.vocab_size,
             stop_ids=self.stop_ids,
             rollback=rollback,
         )

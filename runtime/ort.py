@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import install
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, Memory
 from eagle_chain.runtime.session import check_tensors
 
 CPU = ("CPUExecutionProvider",)
+NEEDS = "1.24.1 or newer, which needs Python 3.11"
 ELEMENT_TYPES: dict[str, Any] = {  # what a binding calls them: NumPy's, or ONNX's number
     "fp32": np.float32,
     "fp16": np.float16,
@@ -100,7 +102,7 @@ def onnxruntime() -> Any:
     """The module, imported when first needed.
 
     Raises:
-        InputError: It is not installed.
+        InputError: It is not installed, or too old.
     """
     try:
         import onnxruntime as module  # type: ignore[import-untyped]
@@ -108,8 +110,12 @@ def onnxruntime() -> Any:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C while its library starts
             raise KeyboardInterrupt from None
         raise InputError(
-            f"onnxruntime cannot be imported ({error}): pip install 'eagle-chain[cpu]'"
+            f"onnxruntime {NEEDS}, cannot be imported ({error}): {install('cpu')}"
         ) from None
+    options = getattr(module, "SessionOptions", None)
+    if not hasattr(options, "add_external_initializers_from_files_in_memory"):
+        version = getattr(module, "__version__", "(without a version)")
+        raise InputError(f"onnxruntime {version} is too old: {NEEDS}; {install('cpu')}")
     return module
 
 

@@ -57,7 +57,7 @@ class OrtCudaSession:
         if "CUDAExecutionProvider" not in ort.get_available_providers():
             raise InputError(
                 "this onnxruntime has no CUDA provider: pip uninstall onnxruntime, then "
-                "pip install 'eagle-chain[gpu]'"
+                "pip install '.[gpu]' in the clone of eagle-chain"
             )
         if hasattr(ort, "preload_dlls"):
             ort.preload_dlls()  # cuBLAS and cuDNN of the nvidia-* wheels

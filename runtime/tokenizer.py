@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import MANIFEST
 
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 HELD = 32  # tokens after which broken text is let through: it will not become whole any more
@@ -48,9 +49,12 @@ class Tokenizer:
         """Number of ids, added tokens included."""
         return int(self._backend.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a plain text, with whatever the tokenizer puts around one."""
-        return self._encode(text)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a plain text, with whatever the tokenizer puts around one.
+
+        Text that goes on behind other tokens (`append`) takes `special=False`: nothing around it.
+        """
+        return self._encode(text, add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of the ids; `special` shows special tokens."""
@@ -155,7 +159,7 @@ class TextStream:
 def tokenizer_folder(folder: str | os.PathLike[str]) -> Path:
     """Where the tokenizer files of a bundle or a checkpoint are."""
     inside = Path(folder) / "tokenizer"
-    return inside if inside.is_dir() else Path(folder)
+    return inside if inside.is_dir() or Path(folder, MANIFEST).exists() else Path(folder)
 
 
 def stop_token_ids(folder: str | os.PathLike[str]) -> frozenset[int]:

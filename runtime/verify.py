@@ -28,7 +28,7 @@ from eagle_chain.runtime.exactness import (
     Script,
     decode_plainly,
 )
-from eagle_chain.runtime.load import BACKENDS, DRAFTERS, Engines, open_engines
+from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTERS, Engines, open_engines
 from eagle_chain.runtime.prompts import TextFile, cut_prompts, read_text
 from eagle_chain.runtime.stats import Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollback", metavar="MODES", default="log", help="log, replay or both (log)"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what runs it (auto)")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
     parser.add_argument("--threads", type=int, help="CPU threads (all)")
 
 

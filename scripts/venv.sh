@@ -13,11 +13,18 @@ prepare() {
     fi
   done
   if ! "$python" -m pip --version >/dev/null 2>&1; then
-    if ! "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-      echo "$(basename "$0"): needs Python 3.11 or newer; name one: PYTHON=python3.12 bash $0" >&2
-      exit 2
-    fi
-    "${PYTHON:-python3}" -m venv --clear "$root/.venv"
+    local base=${PYTHON:-python3} found
+    found=$("$base" -c 'import sys; print("is %d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+      found="does not start"
+    case $found in
+      "is 3.11" | "is 3.12" | "is 3.13") ;;
+      *)
+        echo "$(basename "$0"): needs Python 3.11 to 3.13, but $base $found;" \
+          "name another: PYTHON=python3.12 bash $0" >&2
+        exit 2
+        ;;
+    esac
+    "$base" -m venv --clear "$root/.venv"
   fi
   echo "installing $requirements into $root/.venv" >&2
   local pip=("$python" -m pip install --quiet --disable-pip-version-check)

@@ -286,6 +286,23 @@ def test_a_dry_run_writes_nothing(
     assert sorted(bundle.rglob("*")) == before
 
 
+def test_a_dry_run_needs_no_library(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of a dry run with the library; only the target is not known."""
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    assert main(["build", str(bundle), "--dry-run"]) == 0
+    assert "tensorrt, version unknown (not installed here), GPU unknown" in capsys.readouterr().out
+    assert main(["build", str(bundle), "--dry-run", *RTX, "8.9"]) == 0
+    assert "compute capability 8.9" in capsys.readouterr().out
+    without = report(capsys, "build", str(bundle), "--dry-run")
+    monkeypatch.undo()
+    with standins():
+        assert report(capsys, "build", str(bundle), "--dry-run")["memory"] == without["memory"]
+    assert main(["build", str(bundle)]) == 2  # a build still says how to install it
+
+
 def test_plans_are_rebuilt_when_anything_differs(
     bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

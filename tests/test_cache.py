@@ -196,6 +196,17 @@ def test_a_snapshot_of_another_bundle_is_refused(toy: Toy) -> None:
         chain.rollback(toy.chain(lambda cache: Script(cache, [], iter(()))).snapshot())
 
 
+def test_a_snapshot_of_other_weights_of_the_same_size_is_refused(toy: Toy) -> None:
+    chain, tuned = toy.chain(), Toy(2).chain()
+    prompt = toy.prompt(0, 7)
+    want = chain.generate(prompt, max_new_tokens=5).tokens
+    tuned.generate(prompt, max_new_tokens=5)
+    before = live(toy, chain.cache)
+    with pytest.raises(InputError, match="another bundle or drafter"):
+        chain.rollback(tuned.snapshot())
+    assert same(live(toy, chain.cache), before) and [chain.cache.pending] == want[-1:]
+
+
 def test_snapshots_of_one_chain_serve_another_over_the_same_sessions(toy: Toy) -> None:
     a, b = toy.chain(), toy.chain()
     a.generate(toy.prompt(5, 8), max_new_tokens=3)

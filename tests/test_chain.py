@@ -70,6 +70,20 @@ def test_tokens_are_plain_and_accepted_counts_are_exact(toy: Toy, k: int, rollba
     assert k == 0 or max(map(made.count, set(made))) <= min(map(made.count, set(made))) + 4
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_a_prompt_tells_how_far_it_is(toy: Toy, append: bool) -> None:
+    """Once a trunk call of the prompt, never after it."""
+    chain, heard = toy.chain(), list[int]()
+    chain.extend(toy.prompt(0, 3))
+    before = 3 if append else 0
+    rounds = chain.rounds(toy.prompt(1, 12), max_new_tokens=9, append=append, fed=heard.append)
+    assert heard == []
+    next(rounds)
+    assert heard == [before + 5, before + 10, before + 12]
+    assert len(list(rounds)) > 1
+    assert len(heard) == 3
+
+
 def test_replay_makes_the_same_states_as_the_log(toy: Toy) -> None:
     prompt = toy.prompt(0, 9)
     truth, _ = toy.decode(prompt, 40)
@@ -233,16 +247,85 @@ CLASSES = {
 }
 
 
+def mutated(name: str) -> dict[str, Any]:
+    """The classes, with those of one mutant in place."""
+    module, old, new, _ = MUTANTS[name]
+    mutant = changed(module, old, new)
+    own = {n: getattr(mutant, n) for n, c in CLASSES.items() if c.__module__ == module.__name__}
+    return CLASSES | own
+
+
 def test_the_unchanged_source_breaks_no_property(toy: Toy) -> None:
     assert noticed(toy, CLASSES) == set()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(toy: Toy, name: str) -> None:
-    module, old, new, expected = MUTANTS[name]
-    mutant = changed(module, old, new)
-    own = {n: getattr(mutant, n) for n, c in CLASSES.items() if c.__module__ == module.__name__}
-    assert noticed(toy, CLASSES | own) == expected
+    assert noticed(toy, mutated(name)) == MUTANTS[name][3]
+
+
+# --- a trunk that counts ---
+
+
+class Counting(Toy):
+    """Its choice is how many tokens its first recurrent state has seen: 1, 2, 3 and so on.
+
+    A row too many in that state skips a number, one too few repeats one. Nothing else can tell the
+    trunk where it stands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        turns = np.arange(VOCAB) * (2 * np.pi / VOCAB)
+        self.head[:] = 0
+        self.head[:, 0], self.head[:, 1] = np.cos(turns), np.sin(turns)
+
+    def linear(self, h: Any, w: Any, at: str, t: Any, position: int, kept: int) -> Any:
+        """The first layer logs one more per row, the last puts the count's direction into `h`."""
+        out = super().linear(h, w, at, t, position, kept)
+        if at == "layers.0":
+            key, delta, decay = (t[f"{at}.log_{p}.next"] for p in ("key", "delta", "decay"))
+            key[:], delta[:], decay[:] = np.eye(key.shape[-1])[0], 1, 1
+            self.seen = round(float(t[f"{at}.S.next"][0, 0, 0]))
+            return out
+        return self.head[(self.seen + 1 + np.arange(len(h))) % VOCAB] - h
+
+
+def count(counts: Iterator[int], k: int, rollback: str, modules: dict[str, Any]) -> list[int]:
+    """What the counting trunk says after one token, in rounds with these accepted counts."""
+    toy, numbers = Counting(), list(range(VOCAB))
+    cache = modules["Cache"](toy.specs["trunk"], toy.memory, toy.capacity)
+    script = Script(cache, numbers, counts)
+    chain = modules["Chain"](
+        toy.sessions["trunk"], cache, script, vocab_size=VOCAB, rollback=rollback
+    )
+    tokens: list[int] = chain.generate([0], max_new_tokens=20, k=k).tokens
+    return tokens
+
+
+@pytest.mark.parametrize("rollback", ["log", "replay"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_counting_to_20_skips_and_repeats_no_number(k: int, rollback: str) -> None:
+    """Drafts wrong at each place in turn, all right, and mixed; the wrong ones are one ahead."""
+    orders = [[n] for n in range(k + 1)] + [list(range(k + 1)), [k, 0, 1]]
+    for order in orders:
+        tokens = count(itertools.cycle(order), k, rollback, CLASSES)
+        for place, (got, want) in enumerate(zip(tokens, range(1, 21), strict=True)):
+            assert got == want, f"number {place + 1} with {order} accepted"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rollback one short",
+        "no rollback",
+        "bonus taken one early",
+        "states do not change places",
+        "kept of the call before",
+    ],
+)
+def test_a_chain_that_miscounts_is_noticed(name: str) -> None:
+    assert count(itertools.cycle([2, 0, 4, 1, 3]), 4, "log", mutated(name)) != list(range(1, 21))
 
 
 # --- where a request ends ---

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -17,6 +19,7 @@ import pytest
 
 from eagle_chain.engines import cli
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import install
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime import Tokenizer, load
 from eagle_chain.runtime.answer import answer, printable
@@ -83,7 +86,7 @@ OUTCOMES: dict[str, tuple[Callable[[], Outcome], int, dict[str, Any]]] = {
     "missing library": (
         raises(ModuleNotFoundError("no", name="onnxruntime.capi")),
         2,
-        {"error": "this needs the Python package onnxruntime: pip install 'eagle-chain[cpu]'"},
+        {"error": f"this needs the Python package onnxruntime: {install('cpu')}"},
     ),
 }
 
@@ -116,7 +119,6 @@ def test_json_is_one_object_and_the_rest_goes_to_stderr(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "required: command"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["--frobnicate"], "required: command"),
         (["try", "--frobnicate"], "unrecognized arguments: --frobnicate"),
@@ -163,8 +165,11 @@ def test_a_missing_module_of_ours_is_a_bug(command: Install) -> None:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "eagle-chain 0.1.0\n"
+    assert cli.main([]) == 0
+    bare = capsys.readouterr().out
     assert cli.main(["--help"]) == 0
     output = capsys.readouterr().out
+    assert output == bare
     for name in ("export", "generate", "demo", "inspect"):
         assert f"\n  {name} " in output
 
@@ -246,9 +251,16 @@ def test_a_missing_library_names_the_pip_command(
         timeout=60,
     )
     assert child.returncode == 2
-    assert child.stderr.endswith(
-        f"this needs the Python package {library}: pip install 'eagle-chain[{extra}]'\n"
-    )
+    assert child.stderr.endswith(f"this needs the Python package {library}: {install(extra)}\n")
+
+
+def test_what_to_install_depends_on_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/somewhere")
+    assert "pip install '.[export]' in the clone" in install("export")
+    assert "pip install . in its clone" in install("")
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert install("export") == install("") == f"rm -rf {ROOT}/.venv, then run the script again"
+    assert "pip install '.[plot]'" in install("plot")  # no script puts that there
 
 
 # inspect --------------------------------------------------------------------------------------
@@ -305,8 +317,10 @@ def test_inspect_checkpoints(bundle: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--trunk" in capsys.readouterr().err
     assert cli.main(["inspect", trunk, "--check"]) == 2
     assert cli.main(["inspect", str(bundle), "--trunk", trunk]) == 2
-    assert cli.main(["inspect", str(bundle.parent)]) == 2
-    assert "is not a bundle" in capsys.readouterr().err
+    neither = "is neither a bundle (manifest.json) nor a checkpoint (config.json)"
+    for place in (bundle.parent, bundle / "manifest.json"):
+        assert cli.main(["inspect", str(place)]) == 2
+        assert neither in capsys.readouterr().err
 
 
 # generate -------------------------------------------------------------------------------------
@@ -340,7 +354,10 @@ def test_generate_reports(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert report["exact"] is True
     assert len(report["ids"]) == report["tokens"] <= 12
     assert report["acceptance_length"] == (report["tokens"] - 1) / report["rounds"]
-    assert f"{report['tokens']} tokens ({report['finish_reason']})" in output.err
+    assert f"{report['tokens']} tokens (end of text), exact" in output.err
+    assert f"[prompt of {report['prompt_tokens']} tokens in 0." in output.err
+    summary = output.err[output.err.index("[prompt") : output.err.index("]\n")]
+    assert max(map(len, summary.splitlines())) < 80
 
 
 @pytest.mark.parametrize(
@@ -365,11 +382,19 @@ def test_generate_takes_its_prompt_from_anywhere(
 ) -> None:
     (tmp_path / "prompt.txt").write_text("hällo\n")
     feed(monkeypatch, "hällo\n".encode())
-    texts = []
-    for words in (["--prompt", "hällo\n"], ["--prompt-file", str(tmp_path / "prompt.txt")], []):
+    counts, texts = [], []
+    for words in (
+        ["--prompt", "hällo"],
+        ["--prompt-file", str(tmp_path / "prompt.txt")],
+        [],
+        ["--prompt", "hällo\n"],
+    ):
         assert generate(bundle, *words, "--json") == 0
-        texts.append(json.loads(capsys.readouterr().out)["ids"])
+        report = json.loads(capsys.readouterr().out)
+        counts.append(report["prompt_tokens"])
+        texts.append(report["ids"])
     assert texts[0] == texts[1] == texts[2]
+    assert counts == [counts[0]] * 3 + [counts[0] + 1]  # an argument is taken as it is
 
 
 def test_generate_chat_uses_the_template(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,6 +436,31 @@ def test_generate_refuses(
     assert expected in output.err
     assert output.err.count("\n") == 1
     assert output.out == ""
+
+
+def test_a_checkpoint_is_no_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(bundle.parent / "trunk", "--prompt", "a") == 2
+    assert "is a checkpoint, so it is not a bundle" in capsys.readouterr().err
+
+
+def test_a_bundle_that_lost_its_tokenizer_names_the_place(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(bundle, tmp_path / "bundle")
+    shutil.rmtree(tmp_path / "bundle" / "tokenizer")
+    assert generate(tmp_path / "bundle", "--prompt", "a") == 2
+    assert f"{tmp_path}/bundle/tokenizer/tokenizer.json: no such" in capsys.readouterr().err
+
+
+def test_a_long_prompt_shows_its_progress(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generate(bundle, "--prompt", "hello " * 5) == 0
+    assert "prompt, " not in capsys.readouterr().err
+    clock = itertools.count()  # every look at it is a second later
+    monkeypatch.setattr("eagle_chain.engines.progress.time.monotonic", lambda: next(clock))
+    assert generate(bundle, "--prompt", "hello " * 5) == 0
+    assert re.match(r"prompt, 5 of \d+, 1 s\n", capsys.readouterr().err)
 
 
 def test_generate_warns_when_no_draft_is_ever_accepted(
@@ -468,11 +518,14 @@ def test_demo_marks_accepted_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for marks in ("none", "brackets", "colour"):
         assert cli.main(["demo", "--max-new-tokens", "16", "--marks", marks]) == 0
         output = capsys.readouterr().out
+        assert max(len(line) for line in output.splitlines() if line.startswith("--- ")) < 80
         texts[marks] = output[output.index("--- code ---") : output.index("--- 16 tokens")]
     colours = re.findall(r"\x1b\[[0-9;]*m", texts["colour"])
-    assert colours == ["\x1b[1;32m", "\x1b[0m"] * (len(colours) // 2) != []
+    assert colours[:2] == ["\x1b[2m", "\x1b[0m"]  # the prompt
+    assert colours[2:] == ["\x1b[1;32m", "\x1b[0m"] * (len(colours) // 2 - 1) != []
     assert re.sub(r"\x1b\[[0-9;]*m", "", texts["colour"]) == texts["none"]
-    brackets = texts["colour"].replace("\x1b[1;32m", "[").replace("\x1b[0m", "]")
+    undimmed = re.sub(r"\x1b\[2m(.*?)\x1b\[0m", r"\1", texts["colour"], flags=re.DOTALL)
+    brackets = undimmed.replace("\x1b[1;32m", "[").replace("\x1b[0m", "]")
     assert brackets == texts["brackets"]
 
 
@@ -501,6 +554,12 @@ def test_demo_without_the_pair_says_what_to_do(
     monkeypatch.setattr("eagle_chain.runtime.demo.PAIR", tmp_path)
     assert cli.main(["demo"]) == 2
     assert "scripts/demo.sh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "100000"])
+def test_demo_names_its_own_option(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--max-new-tokens", count]) == 2
+    assert f"--max-new-tokens is {count}, expected 1 to 3840" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("k", ["0", "9"])

@@ -431,14 +431,19 @@ def test_no_usual_aux_layers_in_a_short_trunk() -> None:
 
 @pytest.mark.parametrize("given", [[], [1, 1], [2, 1], [0, 8], [-1], ["1"], [1.0]])
 def test_given_aux_layers_are_checked(given: list[Any]) -> None:
-    assert "aux layers: got" in message(draft, TRUNK, {"aux_layers": given})
+    assert "options for the draft: --aux-layers: got" in message(
+        draft, TRUNK, {"aux_layers": given}
+    )
 
 
 def test_overrides() -> None:
     config = draft(TRUNK, {"rope_theta": 10000, "rotary_dim": 16}, rope_parameters=None)
     assert (config.rope_theta, config.rotary_dim) == (1e4, 16)
     for name, bad in (("rotary_dim", 3), ("rotary_dim", 18), ("rope_theta", 0), ("rotary_dim", 0)):
-        assert f"{name}: got {bad}" in message(draft, TRUNK, {name: bad})
+        option = f"--{name.replace('_', '-')}"
+        assert f"options for the draft: {option}: got {bad}, wanted" in message(
+            draft, TRUNK, {name: bad}
+        )
 
 
 BAD_VALUES: list[Any] = [None, "x", -1, [], [[]], {}, float("inf"), 10**13]

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -100,6 +101,78 @@ def test_a_wrong_spec_is_caught_before_anything_is_written(
     with pytest.raises(RuntimeError, match="encoder: outputs are"):
         export(pair, tmp_path / "bundle")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("profile", ["portable", "standard"])
+def test_an_operator_of_one_runtime_is_not_written(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    from eagle_chain.export import bundle
+
+    def with_foreign_node(*arguments: object) -> object:
+        graphs = original(*arguments)  # type: ignore[arg-type]
+        model = graphs["draft"]
+        model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+        (node,) = [node for node in model.graph.node if "token" in node.output]
+        node.output[0] = "before"
+        odd = onnx.helper.make_node("Gelu", ["before"], ["token"], "odd one", None, "com.microsoft")
+        model.graph.node.append(odd)
+        return graphs
+
+    original = bundle.build_graphs
+    monkeypatch.setattr(bundle, "build_graphs", with_foreign_node)
+    with pytest.raises(RuntimeError) as caught:
+        export(pair, tmp_path / "bundle", "--profile", profile)
+    words = f"draft: node 'odd one' is com.microsoft.Gelu, and a graph of profile {profile} holds"
+    assert words in str(caught.value) and "use a profile for ONNX Runtime" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 18000000000\n"
+
+
+def overlapping(content: bytes) -> bytes:
+    """The second tensor lies where the first one does."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    entries = [entry for name, entry in header.items() if name.endswith("norm.weight")]
+    entries[1]["data_offsets"] = entries[0]["data_offsets"]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "4 bytes": lambda content: content[:4],
+    "cut in the header": lambda content: content[:600],
+    "cut by one byte": lambda content: content[:-1],
+    "junk behind": lambda content: content + b"junk",
+    "overlap": overlapping,
+    "LFS pointer": lambda content: POINTER,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("role", ["trunk", "draft"])
+def test_damaged_weights_write_nothing(
+    pair: tuple[Path, Path],
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: str,
+    role: str,
+) -> None:
+    trunk, draft = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in pair)
+    weights = tmp_path / role / "model.safetensors"
+    weights.write_bytes(DAMAGES[damage](weights.read_bytes()))
+    before = sorted(os.listdir(tmp_path))
+    assert export((trunk, draft), tmp_path / "new" / "bundle") == 2
+    words = capsys.readouterr().err
+    assert str(weights) in words and "download it again" in words
+    assert sorted(os.listdir(tmp_path)) == before
+    kept = Path(shutil.copytree(exported, tmp_path / "kept", symlinks=True))
+    assert export((trunk, draft), kept) == 2
+    assert tree(kept) == tree(exported)
 
 
 def test_exporting_twice_gives_the_same_bytes_and_nothing_beside(
@@ -197,6 +270,7 @@ def test_options_reach_the_graphs(pair: tuple[Path, Path], tmp_path: Path) -> No
         (("--capacity", "0"), "capacity is 0"),
         (("--capacity", "99999999"), "the trunk was made for 4096 positions"),
         (("--debug", "losses"), "debug is losses"),
+        (("--debug", ""), "argument --debug: got '', wanted some of logits, S_rows"),
         (("--dtype", "fp8"), "invalid choice"),
         (("--aux-layers", "0,x"), "--aux-layers"),
         (("--aux-layers", "0,1,9"), "got [0, 1, 9], wanted layers from 0 to 3"),

@@ -19,7 +19,8 @@ import torch
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.spec import Options, StatePair
 from eagle_chain.export import eager
-from eagle_chain.export.bundle import weight_table
+from eagle_chain.export.bundle import Pair, weight_table
+from eagle_chain.export.checkpoint import open_draft, open_trunk
 from eagle_chain.export.graph import PROFILES, build_graphs
 from eagle_chain.export.lowering import Portable
 from eagle_chain.export.trunk import TrunkGraph
@@ -201,6 +202,104 @@ def test_a_row_has_the_same_bits_wherever_it_stands(
                 np.testing.assert_array_equal(out[name][j], plain[position + j][name][0])
         position, kept = position + accepted + 1, accepted + 1
     assert position == 40
+
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129)  # around the chunks of 64 of other implementations
+
+
+@pytest.fixture(scope="module")
+def long_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("long"), layers=4, aux=[0, 1, 2])
+
+
+@pytest.fixture(scope="module", params=PROFILES)
+def long_trunk(
+    long_pair: tuple[Path, Path], request: pytest.FixtureRequest
+) -> tuple[OnnxEngine, Any]:
+    """A graph that holds a long prompt, and the reference over any number of rows at once."""
+    trunk, draft = long_pair
+    config, checkpoint = open_trunk(trunk)
+    draft_config, draft_checkpoint = open_draft(draft, config, aux_layers=(0, 1, 2))
+    table = weight_table(Pair(config, draft_config, checkpoint, draft_checkpoint))
+    opts = Options(WIDTH, max(LENGTHS) + 1, "fp32", request.param, DEBUG)
+    graph = build_graphs(config, draft_config, table, opts)["trunk"]
+    weights = eager.load_weights(checkpoint, "fp32")
+
+    def at_once(ids: Any) -> Arrays:
+        wide = Options(len(ids), max(LENGTHS) + 1, "fp32", "portable", DEBUG)
+        run = reference_run(eager.trunk_session(weights, config, (0, 1, 2), wide))
+        return run({}, ids=ids, position=[0], rows=[len(ids)], kept=[0])[0]
+
+    return OnnxEngine(graph, {"trunk": trunk, "draft": draft}), at_once
+
+
+def in_calls(engine: OnnxEngine, ids: Any, pad: int) -> tuple[list[Arrays], Arrays]:
+    """All but the last id as a prompt in calls of W rows, then the last one; rows and last call."""
+    rows, states, kept = list[Arrays](), Arrays(), 0
+    for part in [*np.split(ids[:-1], range(WIDTH, len(ids) - 1, WIDTH)), ids[-1:]]:
+        padded = [*part, *[pad] * (WIDTH - len(part))]
+        inputs = {"position": [len(rows)], "rows": [len(part)], "kept": [kept]}
+        out, states = engine.run(states, ids=padded, **inputs)
+        rows += [{n: out[n][r] for n in ("logits", "features")} for r in range(len(part))]
+        kept = len(part)
+    return rows, out
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_in_calls_is_the_whole_prompt(
+    long_trunk: tuple[OnnxEngine, Any], length: int
+) -> None:
+    """Rows and states of prefill and one token more, and whatever stands in the padding rows."""
+    engine, at_once = long_trunk
+    ids = np.random.default_rng(length).integers(0, 512, length + 1)
+    want = at_once(ids)
+    (rows, last), (padded_rows, padded_last) = (in_calls(engine, ids, pad) for pad in (-1, 11))
+    assert len(rows) == length + 1
+    for name in ("logits", "features"):
+        got = np.stack([row[name] for row in rows])
+        assert distance(got, want[name]) < FP32_TOLERANCE, name
+        np.testing.assert_array_equal(got, np.stack([row[name] for row in padded_rows]))
+    compared = 0
+    for name in want:
+        if name.endswith(".S_rows"):
+            mine, other, theirs = last[name][0], padded_last[name][0], want[name][length]
+        elif name.endswith(".window.next"):  # the three columns that the next row convolves
+            here, there = np.s_[:, 1:4], np.s_[:, length + 1 : length + 4]
+            mine, other, theirs = last[name][here], padded_last[name][here], want[name][there]
+        elif name.endswith((".key.next", ".value.next")):
+            here = np.s_[:, :, : length + 1]
+            mine, other, theirs = last[name][here], padded_last[name][here], want[name][here]
+        else:
+            continue
+        assert distance(mine, theirs) < FP32_TOLERANCE, name
+        np.testing.assert_array_equal(mine, other)
+        compared += 1
+    assert compared == 3 * 2 + 2
+
+
+def test_the_draft_depends_on_its_fc(tmp_path: Path) -> None:
+    """A head without its fc would still guess, only badly."""
+    config, tensors = trunk_parts(layers=8, extras=False)
+    trunk = save(tmp_path / "trunk", config, tensors)
+    draft_json, weights = draft_parts(config)
+    whole = save(tmp_path / "whole", draft_json, weights)
+    zeroed = weights | {"fc.weight": torch.zeros_like(weights["fc.weight"])}
+    empty = save(tmp_path / "empty", draft_json, zeroed)
+    random = np.random.default_rng(0)
+    features = random.normal(size=(WIDTH, 3 * 64)).astype(np.float32)
+    ids = random.integers(0, 512, WIDTH)
+    logits = []
+    for draft in (whole, empty):
+        pair = open_pair(trunk, draft)
+        graphs = build_graphs(pair.trunk_config, pair.draft_config, weight_table(pair), options())
+        outside = [t for t in graphs["encoder"].graph.initializer if t.external_data]
+        assert [(t.name, list(t.dims)) for t in outside] == [("draft.fc.weight", [64, 3 * 64])]
+        made = engines(trunk, draft, options(), ("encoder", "draft"))
+        g = made["encoder"].run({}, features=features)[0]["g"]
+        assert g.any() == (draft == whole)
+        out, _ = made["draft"].run({}, ids=ids, g=g, position=[0], row=[WIDTH - 1])
+        logits.append(out["logits"])
+    assert distance(logits[1], logits[0]) > 0.1
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -7,9 +7,12 @@ cache or loop of ours.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import os
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -225,6 +228,24 @@ def test_snapshots_branch(loaded: Engines, oracle: Oracle) -> None:
         assert got == oracle.decode([*ids, *turn], 8)[0][-8:]
 
 
+def test_a_snapshot_of_a_fine_tune_is_refused(bundle: Path, tmp_path: Path) -> None:
+    """Same graphs, same shapes, other weights; the same bundle opened again is no other one."""
+    tuned = write_pair(tmp_path, layers=4, aux=[0, 1, 3], seed=7, tokenizer=True)
+    other = load(export(tuned, tmp_path / "tuned", "--debug", "logits,S_rows"), threads=1)
+    chain, again = load(bundle, threads=1), load(bundle, threads=1)
+    assert Manifest.load(bundle).graphs == Manifest.load(tmp_path / "tuned").graphs
+    ids = prompt(0, 9)
+    other.generate(ids, max_new_tokens=5)
+    with pytest.raises(InputError, match="another bundle or drafter"):
+        chain.rollback(other.snapshot())
+    want = chain.generate(ids, max_new_tokens=5, stop_ids=()).tokens
+    again.rollback(chain.snapshot())
+    pending = again.cache.pending
+    assert pending == want[-1]
+    longer = chain.generate([pending], max_new_tokens=5, append=True, stop_ids=()).tokens
+    assert again.generate([pending], max_new_tokens=5, append=True, stop_ids=()).tokens == longer
+
+
 def test_prompts_up_to_the_capacity(loaded: Engines, oracle: Oracle) -> None:
     ids = prompt(7, CAPACITY)
     for length in (1, 5, CAPACITY - 6, CAPACITY - 1, CAPACITY):
@@ -263,6 +284,52 @@ def test_a_round_costs_little_beyond_its_calls(
         stats = chain.generate(prompt(0, 7), max_new_tokens=70, stop_ids=()).stats
         ratios.append((stats.prompt_seconds + stats.decode_seconds) / spent - 1)
     assert min(ratios) < 0.15
+
+
+def resident() -> int:
+    """Bytes of this process in memory, of garbage only what cannot be freed."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_300_requests_and_15_opens_keep_memory_flat(bundle: Path, loaded: Engines) -> None:
+    """Mixed lengths, drafting on and off, cancelled; the last 50 draft as the first 50 did.
+
+    A leak grows in every stretch, the allocator's own moods only in some.
+    """
+    chain = loaded.chain(rollback="replay")
+    eagle, plain = chain.drafter, loaded.chain(drafter="none")
+    prompts = [prompt(i, 1 + i % 9) for i in range(10)]
+    truths = [[*p, *plain.generate(p, max_new_tokens=9, stop_ids=()).tokens] for p in prompts]
+
+    def request(i: int) -> Any:
+        ids, truth = prompts[i % 10], truths[i % 10]
+        script = Script(chain.cache, truth, itertools.cycle([4, 1, 2]), vocab=VOCAB)
+        chain.drafter = drafter = Scripted(eagle, script)
+        k = (4, 0, 2)[i % 50 % 3]
+        if i % 50 % 7 == 3:
+            return list(itertools.islice(chain.stream(ids, k=k, stop_ids=()), 3))
+        result = chain.generate(ids, max_new_tokens=8, k=k, stop_ids=())
+        assert result.tokens == truth[len(ids) :][:8]
+        return result.tokens, result.stats.accepted_at, drafter.guesses
+
+    growths, made = list[int](), list[Any]()
+    for stretch in range(6):
+        start = resident()
+        made.append([request(50 * stretch + i) for i in range(50)])
+        growths.append(resident() - start)
+    assert made[-1] == made[0]
+    assert sum(sum(result[1]) for result in made[0] if isinstance(result, tuple)) > 50
+    assert min(growths[1:]) < 64 * 1024
+
+    growths = []
+    for _ in range(3):
+        start = resident()
+        for _ in range(5):
+            load(bundle, threads=1).generate(prompts[0], max_new_tokens=2)
+        growths.append(resident() - start)
+    assert min(growths) < 256 * 1024
 
 
 # --- what cannot be loaded ---
@@ -349,7 +416,8 @@ def test_without_onnxruntime_one_sentence_says_what_to_install(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(InputError, match=r"pip install 'eagle-chain\[cpu\]'"):
+    monkeypatch.setattr(sys, "prefix", "/somewhere")
+    with pytest.raises(InputError, match=r"pip install '\.\[cpu\]'"):
         load(bundle)
 
 
@@ -376,3 +444,12 @@ def test_a_bound_cache_is_of_the_sessions_memory(loaded: Engines) -> None:
     away.__dict__ = {**session.__dict__, "memory": memory}
     with pytest.raises(InputError, match="ids is on cpu, the engine runs on cuda:0"):
         away.bind(cache.tensors(0))
+
+
+def test_an_old_onnxruntime_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 1.24.0, and with it on Python 3.10, sessions cannot take mapped weights."""
+    old = types.ModuleType("onnxruntime")
+    old.__version__, old.SessionOptions = "1.23.2", object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "onnxruntime", old)
+    with pytest.raises(InputError, match=r"onnxruntime 1\.23\.2 is too old: 1\.24\.1 or newer"):
+        load(bundle, "onnxruntime-cpu")

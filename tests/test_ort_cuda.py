@@ -8,6 +8,7 @@ show (speed, its own rounding) is in tests/gpu.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import pytest
 
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
 from eagle_chain.engines.derived import Derived
-from eagle_chain.engines.kernel_library import build_emulated
+from eagle_chain.engines.kernel_library import SOURCES, build_emulated
 from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export import graph as export_graph
 from eagle_chain.export.bundle import Pair, weight_table, write_bundle
 from eagle_chain.export.checkpoint import open_draft, open_trunk
+from eagle_chain.export.fused import stretches
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.ort_cuda import OrtCudaTrunk
 from eagle_chain.runtime import ort_cuda
@@ -61,6 +63,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     trunk_config, trunk = open_trunk(folders[0])
     draft_config, draft = open_draft(folders[1], trunk_config, aux_layers=(0, 1, 2))
     return Pair(trunk_config, draft_config, trunk, draft)
+
+
+def test_tensor_core_attention_agrees_with_the_simpler_kernel(tmp_path: Path) -> None:
+    """Far into a cache, which the toy pair does not reach."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the kernels with")
+    source, program = Path(__file__).parent / "kernel_check.cc", tmp_path / "kernel_check"
+    flags = ["-std=c++17", "-O2", "-fno-strict-aliasing", "-I", str(SOURCES)]
+    subprocess.run([compiler, *flags, str(source), "-o", str(program)], check=True)
+    found = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 class MaskedTrunk(OrtCudaTrunk):
@@ -161,6 +175,15 @@ def trunk(request: pytest.FixtureRequest, pair: Pair, library: Path, masked: Non
     return engine(pair, request.param, library)
 
 
+@pytest.fixture(
+    scope="module", params=[("ort-fused", "fp32"), ("ort-fused", "bf16"), ("ort-cuda", "fp32")]
+)
+def exact(request: pytest.FixtureRequest, pair: Pair, library: Path, masked: None) -> Engine:
+    """A trunk whose bits are compared; 16-bit types have kernels of their own."""
+    profile, dtype = request.param
+    return engine(pair, profile, library, dtype)
+
+
 def forced(trunk: Engine) -> Iterator[Arrays]:
     """Random tokens, states carried on over partial accepts."""
     random = np.random.default_rng(0)
@@ -195,8 +218,9 @@ def test_trunk_agrees_with_the_portable_graph(trunk: Engine, pair: Pair) -> None
 
 
 @pytest.mark.parametrize("kept", [0, 1, 4, 5])
-def test_the_next_state_is_the_one_after_the_kept_rows(trunk: Engine, kept: int) -> None:
+def test_the_next_state_is_the_one_after_the_kept_rows(exact: Engine, kept: int) -> None:
     """Bit for bit; 0 is a full rollback."""
+    trunk = exact
     ids = np.random.default_rng(3).integers(0, 512, (3, WIDTH))
     _, states = trunk.run({}, ids=ids[0], position=[0], rows=[5], kept=[0])
     second, states = trunk.run(states, ids=ids[1], position=[3], rows=[5], kept=[3])
@@ -206,7 +230,8 @@ def test_the_next_state_is_the_one_after_the_kept_rows(trunk: Engine, kept: int)
         np.testing.assert_array_equal(third[name], rows[kept - 1] if kept else second[name])
 
 
-def test_a_row_has_the_same_bits_wherever_it_stands(trunk: Engine) -> None:
+def test_a_row_has_the_same_bits_wherever_it_stands(exact: Engine) -> None:
+    trunk = exact
     tokens = np.random.default_rng(2).integers(0, 512, 16)
     plain: list[Arrays] = []
     states: Arrays = {}
@@ -278,6 +303,11 @@ def test_every_width_is_valid_onnx(pair: Pair, profile: str, width: int) -> None
     for name, model in graphs.items():
         onnx.checker.check_model(with_bound_weights(model))
         assert [o.name for o in model.graph.output] == [t.name for t in specs[name].all_outputs]
+
+
+@pytest.mark.parametrize(("slots", "pieces"), [(48, 2), (1024, 32), (4101, 81), (32773, 209)])
+def test_a_long_cache_is_cut_into_longer_pieces(slots: int, pieces: int) -> None:
+    assert stretches(slots) == pieces
 
 
 def test_a_derived_weight_says_how_it_is_made() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -121,6 +122,68 @@ def test_the_demo_needs_neither_torch_nor_transformers() -> None:
 @pytest.mark.parametrize("script", ["demo.sh", "test.sh", "build_engines.sh", "venv.sh"])
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], check=True)
+
+
+FAKE = """#!/usr/bin/env bash
+case "$*" in
+  *"ruff format"*) exit 1 ;;
+  *pytest*) echo "3 passed" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The scripts beside a .venv whose Python only pretends: formatting fails, tests pass."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name in ("pyproject.toml", "requirements-demo.txt", "requirements-dev.txt", "README.md"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def test_every_check_runs_and_one_failure_counts(clone: Path) -> None:
+    child = subprocess.run(["bash", "scripts/test.sh"], cwd=clone, capture_output=True, text=True)
+    assert child.returncode == 1
+    assert child.stdout.splitlines() == [
+        "lint ok | format FAILED | types ok | tests follow",
+        "3 passed",
+    ]
+    python = clone / ".venv/bin/python"
+    python.write_text(FAKE.replace("exit 1", "").replace('"3 passed"', '"1 failed"; exit 5'))
+    child = subprocess.run(["bash", "scripts/test.sh"], cwd=clone, capture_output=True, text=True)
+    assert child.returncode == 5
+    assert child.stdout.startswith("lint ok | format ok | types ok | ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [(None, "does not start"), ("is 3.10", "is 3.10"), ("is 3.14", "is 3.14")],
+    ids=["none", "3.10", "3.14"],
+)
+def test_an_unfit_python_is_named(clone: Path, answer: str | None, found: str) -> None:
+    shutil.rmtree(clone / ".venv")
+    base = clone / "some-python"
+    if answer:
+        base.write_text(f"#!/bin/sh\necho {answer}\n")
+        base.chmod(0o755)
+    child = subprocess.run(
+        ["bash", "scripts/demo.sh"],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": str(base)},
+    )
+    assert child.returncode == 2
+    assert child.stderr == (
+        f"demo.sh: needs Python 3.11 to 3.13, but {base} {found}; "
+        "name another: PYTHON=python3.12 bash scripts/demo.sh\n"
+    )
 
 
 def test_build_engines_explains_itself() -> None:

@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime import Tokenizer
@@ -60,6 +62,17 @@ def test_special_tokens_are_hidden_unless_asked_for(folder: Path) -> None:
     hidden, shown = tokenizer.stream(), tokenizer.stream(special=True)
     assert "".join(hidden.push(i) for i in ids) == "ok"
     assert "".join(shown.push(i) for i in ids) == "ok<|im_end|>"
+
+
+def test_a_continuation_gets_nothing_around_it(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    backend = Backend.from_file(str(path))
+    special = [("<|im_end|>", IM_END)]
+    backend.post_processor = TemplateProcessing(single="<|im_end|> $A", special_tokens=special)
+    backend.save(str(path))
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("ok", special=False)
+    assert IM_END not in ids and tokenizer.encode("ok") == [IM_END, *ids]
 
 
 def test_stop_ids_come_from_the_tokenizer_config(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import shlex
 from collections import Counter
@@ -418,12 +419,12 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith("eagle-chain verify ")]
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", commands(), ids=itertools.count())
 def test_documented_commands_are_understood(line: str) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--json", action="store_true")
     add_arguments(parser)
-    words = shlex.split(line.partition(">")[0] if " > " in line else line)[2:]
+    words = shlex.split(line.partition(" > ")[0])[2:]
     arguments = parser.parse_args(words)
     assert arguments.text.suffix in (".txt", ".jsonl", ".py")
 

@@ -166,7 +166,7 @@ class Toy:
             return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(F)
 
         config = trunk_config()
-        self.width, self.capacity = width, capacity
+        self.seed, self.width, self.capacity = seed, width, capacity
         self.options = Options(width=width, capacity=capacity)
         self.specs = engine_specs(config, draft_config(), self.options)
         self.embedding = matrix(VOCAB, HIDDEN) * 4
@@ -351,7 +351,7 @@ class Toy:
     # --- chains ---
 
     def cache(self) -> Cache:
-        return Cache(self.specs["trunk"], self.memory, self.capacity)
+        return Cache(self.specs["trunk"], self.memory, self.capacity, engines=self.seed)
 
     def eagle(self, cache: Cache, **options: Any) -> EagleDrafter:
         s = self.sessions

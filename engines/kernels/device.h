@@ -20,10 +20,13 @@ struct bf16 {
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define KERNEL_OF(registers) __global__ void __maxnreg__(registers)  // of a thread, at most
 #define METHOD __device__ __forceinline__
+#define BOTH __host__ __device__ inline
 #define SHARED __shared__
 #define SHARED_WIDE __shared__ __align__(16)
 #define UNROLL _Pragma("unroll")
+#define UNROLL_BY_4 _Pragma("unroll 4")
 using Stream = cudaStream_t;
 
 DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
@@ -46,8 +49,14 @@ DEVICE uint4 load_once(const void* p) {
   return v;
 }
 
+// A table that no kernel of the process writes.
+DEVICE float load_constant(const float* p) { return __ldg(p); }
+
 // With programmatic dependent launch a kernel starts before the one in front of it has ended: nothing
-// may be read that it writes, and nothing written at all, before this wait.
+// may be read that it writes, and nothing written at all, before this wait. As every kernel waits, the
+// end of one means the end of all before it. A kernel may let the next one start before its own wait,
+// so several can be under way: what they read early has to be older than all of them. States are: a
+// run begins with kernels of ONNX Runtime, which start only when everything before them has ended.
 DEVICE void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

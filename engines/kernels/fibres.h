@@ -9,10 +9,13 @@
 
 #define DEVICE static inline
 #define KERNEL(threads, blocks) static void
+#define KERNEL_OF(registers) static void
 #define METHOD
+#define BOTH inline
 #define SHARED static
 #define SHARED_WIDE alignas(16) static
 #define UNROLL
+#define UNROLL_BY_4
 using Stream = void*;
 
 struct dim3 {
@@ -111,6 +114,7 @@ DEVICE float shuffle_xor(float x, int mask) { return bits_float(exchange(float_b
 DEVICE int shuffle_xor(int x, int mask) { return int(exchange(uint32_t(x), mask)); }
 DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
 DEVICE float product(float a, float b) { return a * b; }
+DEVICE float load_constant(const float* p) { return *p; }
 DEVICE uint4 load_once(const void* p) {
   uint4 v;
   memcpy(&v, p, 16);

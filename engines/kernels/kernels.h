@@ -30,36 +30,48 @@ DEVICE void load_eight(const T* from, float (&to)[8]) {
   UNROLL
   for (int i = 0; i < 8; ++i) to[i] = to_float(held.values[i]);
 }
+template <class T>
+DEVICE void store_eight(T* to, const float (&from)[8]) {
+  union {
+    uint4 words[sizeof(T) / 2];
+    T values[8];
+  } held;
+  UNROLL
+  for (int i = 0; i < 8; ++i) put(held.values[i], from[i]);
+  UNROLL
+  for (size_t i = 0; i < sizeof(T) / 2; ++i) reinterpret_cast<uint4*>(to)[i] = held.words[i];
+}
+DEVICE uint32_t word_of(const uint4& x, int i) {  // i: known at compile time
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // ---------------------------------------------------------------------------------------------
-// Residual sum and RMSNorm: sum = h + delta, x = sum / rms(sum) * weight. One block a row.
+// Residual sum and RMSNorm: sum = h + delta, x = sum / rms(sum) * weight. One block a row, eight
+// neighbouring values a thread.
 
-constexpr int NORM_THREADS = 1024;
-constexpr int NORM_VALUES = 8;  // kept in registers: hidden sizes up to 8192
+constexpr int NORM_THREADS = 1024;  // hidden sizes up to 8192
 
 template <class T>
 KERNEL(NORM_THREADS, 1)
 add_norm(const T* h, const T* delta, const float* weight, float offset, float eps, int n, T* sum, T* x) {
   SHARED float partial[NORM_THREADS / 32];
-  wait_for_inputs();
+  const int threads = int(blockDim.x), t = int(threadIdx.x), i = t * 8;
+  const int64_t place = int64_t(blockIdx.x) * n + i;
   let_next_start();
-  const int64_t row = int64_t(blockIdx.x) * n;
-  const int threads = int(blockDim.x), t = int(threadIdx.x);
-  float values[NORM_VALUES], square = 0.0f;
-  UNROLL
-  for (int j = 0; j < NORM_VALUES; ++j) {
-    const int i = t + j * threads;
-    values[j] = 0.0f;
-    if (i < n) {
-      float v = to_float(h[row + i]);
-      if (delta != nullptr) {
-        v = rounded<T>(v + to_float(delta[row + i]));
-        put(sum[row + i], v);
-      }
-      values[j] = v;
-      square = fused(v, v, square);
+  float factors[8], values[8], square = 0.0f;
+  if (i < n) load_eight(weight + i, factors);
+  wait_for_inputs();
+  if (i < n) {
+    load_eight(h + place, values);
+    if (delta != nullptr) {
+      float added[8];
+      load_eight(delta + place, added);
+      UNROLL
+      for (int e = 0; e < 8; ++e) values[e] = rounded<T>(values[e] + added[e]);
     }
+    UNROLL
+    for (int e = 0; e < 8; ++e) square = fused(values[e], values[e], square);
   }
   square = sum_of_warp(square);
   if (t % 32 == 0) partial[t / 32] = square;
@@ -67,11 +79,11 @@ add_norm(const T* h, const T* delta, const float* weight, float offset, float ep
   float total = 0.0f;
   for (int w = 0; w < threads / 32; ++w) total += partial[w];
   const float scale = 1.0f / sqrtf(total / float(n) + eps);
+  if (i >= n) return;
+  if (delta != nullptr) store_eight(sum + place, values);
   UNROLL
-  for (int j = 0; j < NORM_VALUES; ++j) {
-    const int i = t + j * threads;
-    if (i < n) put(x[row + i], values[j] * scale * (weight[i] + offset));
-  }
+  for (int e = 0; e < 8; ++e) values[e] = values[e] * scale * (factors[e] + offset);
+  store_eight(x + place, values);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -80,6 +92,9 @@ add_norm(const T* h, const T* delta, const float* weight, float offset, float ep
 // A block takes 16 * TILES rows of w, its 8 warps an eighth of K each. A lane reads 16 bytes of a row;
 // which k such a lane holds is the same for w and x, so the tensor core sums over a permuted k. The
 // eight partial sums are added in one fixed order.
+//
+// Tried on an H200, where this reads 3.4 to 4.0 TB/s: a ring of bulk copies, 1.3 to 2.9 TB/s; a bigger
+// shared-memory share for all kernels, slower because it shrinks the first cache level.
 
 constexpr int LINEAR_THREADS = 256;
 constexpr int LINEAR_WARPS = LINEAR_THREADS / 32;
@@ -261,12 +276,14 @@ struct DeltaTensors {  // `proj` holds u (q, k, v channels), z, b, a of every ro
   float *next_S, *next_key, *next_delta, *next_decay, *every_S;
 };
 
+// 88 registers a thread, as measured: a block of 512 leaves a third of a multiprocessor's to others.
 template <class T, int DEPTH>  // DEPTH: entries of the key dim that one thread holds
-KERNEL(DELTA_THREADS, 1)
+KERNEL_OF(88)
 gated_delta(DeltaTensors t, DeltaSizes n) {
   SHARED_WIDE float query[MAX_ROWS][MAX_DIM], key[MAX_ROWS][MAX_DIM];
   SHARED float value[MAX_ROWS][MAX_DIM], recalled[2][PARTS][MAX_DIM];
-  SHARED float output[MAX_ROWS][PARTS][MAX_DIM], decay[MAX_ROWS], beta[MAX_ROWS];
+  SHARED_WIDE float output[MAX_ROWS][PARTS][MAX_DIM];  // before: key, delta and decay of the log
+  SHARED float gate[MAX_ROWS][MAX_DIM], weight[MAX_DIM], decay[MAX_ROWS], beta[MAX_ROWS];
   const int threads = int(blockDim.x), thread = int(threadIdx.x), lane = thread % 32;
   const int warp = thread / 32, warps = threads / 32;
   const int head = int(blockIdx.x), group = n.value_heads / n.key_heads, key_head = head / group;
@@ -275,62 +292,92 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
   const int dv = n.value_dim, rows = n.rows;
   const int keys = n.key_heads * dk, channels = 2 * keys + n.value_heads * dv;
 
-  // S as it was stored does not depend on the kernel before: fetch it first.
+  // The states do not depend on the kernel before: S, and the fold of the rows of the last call that
+  // were kept, first. The two operations on S are those of the rule below.
+  let_next_start();
   const int column = thread % dv, part = thread / dv, k0 = part * DEPTH;
   const bool holds = part < PARTS;
   const int64_t base = (int64_t(head) * dk + k0) * dv + column;
   float S[DEPTH];
   UNROLL
   for (int j = 0; j < DEPTH; ++j) S[j] = holds ? t.S[base + int64_t(j) * dv] : 0.0f;
-  wait_for_inputs();
-  let_next_start();
   int kept = t.kept[0];
   kept = kept < 0 ? 0 : kept > rows ? rows : kept;
+  for (int i = thread; i < rows * dk; i += threads) {
+    output[i / dk][0][i % dk] = t.log_key[int64_t(i / dk * n.key_heads + key_head) * dk + i % dk];
+  }
+  for (int i = thread; i < rows * dv; i += threads) {
+    output[i / dv][1][i % dv] = t.log_delta[int64_t(i / dv * n.value_heads + head) * dv + i % dv];
+  }
+  if (thread < rows) output[thread][2][0] = t.log_decay[thread * n.value_heads + head];
+  if (thread < dv) weight[thread] = t.norm[thread];
+  sync_block();
+  for (int r = 0; r < kept; ++r) {
+    if (!holds) break;
+    const float fade = output[r][2][0], delta = output[r][1][column];
+    UNROLL
+    for (int j = 0; j < DEPTH; j += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&output[r][0][k0 + j]);
+      S[j] = fused(k.x, delta, product(S[j], fade));
+      S[j + 1] = fused(k.y, delta, product(S[j + 1], fade));
+      S[j + 2] = fused(k.z, delta, product(S[j + 2], fade));
+      S[j + 3] = fused(k.w, delta, product(S[j + 3], fade));
+    }
+  }
+  wait_for_inputs();
 
-  // Convolution and silu, one channel a thread.
+  // Convolution and silu, one channel a thread. Everything is loaded before anything is stored.
   const T* proj = static_cast<const T*>(t.proj);
   const T* window = static_cast<const T*>(t.window);
   T* next_window = static_cast<T*>(t.next_window);
   constexpr int history = CONV - 1;
   const int wide = history + rows;
+  const int gating = threads - 1 - thread;  // the last threads: most have no channel
   for (int i = thread; i < 2 * dk + dv; i += threads) {
     const bool is_value = i >= 2 * dk, is_key = !is_value && i >= dk;
     const int within = is_value ? i - 2 * dk : is_key ? i - dk : i;
     const int c = is_value  ? 2 * keys + head * dv + within
                   : is_key ? keys + key_head * dk + within
                            : key_head * dk + within;
-    float seen[CONV], taps[CONV];  // seen: the last raw values, then the row at hand
+    T raw[history + MAX_ROWS];  // the last values before row 0, then the rows
     UNROLL
-    for (int j = 0; j < CONV; ++j) taps[j] = t.conv[int64_t(c) * CONV + j];
-    UNROLL
-    for (int j = 0; j < history; ++j) {
-      const T raw = window[int64_t(c) * wide + kept + j];
-      seen[j] = to_float(raw);
-      if (is_value || leads) next_window[int64_t(c) * wide + j] = raw;
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r < rows) raw[history + r] = proj[int64_t(r) * n.stride + c];
     }
-    for (int r = 0; r < rows; ++r) {
-      const T raw = proj[int64_t(r) * n.stride + c];
-      seen[history] = to_float(raw);
-      if (is_value || leads) next_window[int64_t(c) * wide + history + r] = raw;
-      float total = 0.0f;
+    UNROLL
+    for (int j = 0; j < history; ++j) raw[j] = window[int64_t(c) * wide + kept + j];
+    float taps[CONV];
+    UNROLL
+    for (int j = 0; j < CONV; ++j) taps[j] = load_constant(t.conv + int64_t(c) * CONV + j);
+    UNROLL
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r >= rows) continue;
+      float sum = 0.0f;
       UNROLL
-      for (int j = 0; j < CONV; ++j) total = fused(taps[j], seen[j], total);
-      total = rounded<T>(total);
-      total = rounded<T>(total * sigmoid(total));
-      if (is_value) value[r][within] = total;
-      else if (is_key) key[r][within] = total;
-      else query[r][within] = total;
-      UNROLL
-      for (int j = 0; j < history; ++j) seen[j] = seen[j + 1];
+      for (int j = 0; j < CONV; ++j) sum = fused(taps[j], to_float(raw[r + j]), sum);
+      sum = rounded<T>(sum);
+      sum = rounded<T>(sum * sigmoid(sum));
+      if (is_value) value[r][within] = sum;
+      else if (is_key) key[r][within] = sum;
+      else query[r][within] = sum;
+    }
+    UNROLL
+    for (int j = 0; j < history + MAX_ROWS; ++j) {
+      if (j < wide && (is_value || leads)) next_window[int64_t(c) * wide + j] = raw[j];
     }
   }
-  if (thread < rows) {
-    const T* gates = proj + int64_t(thread) * n.stride + channels + n.value_heads * dv;
-    const float a = to_float(gates[n.value_heads + head]) + t.bias[head];
+  if (gating < rows) {
+    const T* gates = proj + int64_t(gating) * n.stride + channels + n.value_heads * dv;
+    const float a = to_float(gates[n.value_heads + head]) + load_constant(t.bias + head);
+    const float b = to_float(gates[head]), rate = load_constant(t.rate + head);
     const float softplus = a > 20.0f ? a : log1pf(expf(a));
-    decay[thread] = expf(-expf(t.rate[head]) * softplus);
-    beta[thread] = sigmoid(to_float(gates[head]));
-    t.next_decay[thread * n.value_heads + head] = decay[thread];
+    decay[gating] = expf(-expf(rate) * softplus);
+    beta[gating] = sigmoid(b);
+    t.next_decay[gating * n.value_heads + head] = decay[gating];
+  }
+  for (int i = thread; i < rows * dv; i += threads) {
+    const float z = to_float(proj[int64_t(i / dv) * n.stride + channels + head * dv + i % dv]);
+    gate[i / dv][i % dv] = z * sigmoid(z);
   }
   sync_block();
 
@@ -349,21 +396,6 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
     }
   }
 
-  // The rows of the last call that were kept. The two operations on S are those of the rule below.
-  for (int r = 0; r < kept; ++r) {
-    if (!holds) break;
-    const float fade = t.log_decay[r * n.value_heads + head];
-    const float delta = t.log_delta[(int64_t(r) * n.value_heads + head) * dv + column];
-    const float* row = t.log_key + (int64_t(r) * n.key_heads + key_head) * dk + k0;
-    UNROLL
-    for (int j = 0; j < DEPTH; j += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(row + j);
-      S[j] = fused(k.x, delta, product(S[j], fade));
-      S[j + 1] = fused(k.y, delta, product(S[j + 1], fade));
-      S[j + 2] = fused(k.z, delta, product(S[j + 2], fade));
-      S[j + 3] = fused(k.w, delta, product(S[j + 3], fade));
-    }
-  }
   UNROLL
   for (int j = 0; j < DEPTH; ++j) {
     if (holds) t.next_S[base + int64_t(j) * dv] = S[j];
@@ -430,9 +462,8 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
     for (int j = 0; j < MAX_DIM / 32; ++j) {
       const int d = lane + j * 32;
       if (d >= dv) continue;
-      const float z = to_float(proj[int64_t(r) * n.stride + channels + head * dv + d]);
       put(y[(int64_t(r) * n.value_heads + head) * dv + d],
-          mixed[j] * scale * t.norm[d] * (z * sigmoid(z)));
+          mixed[j] * scale * weight[d] * gate[r][d]);
     }
   }
 }
@@ -440,14 +471,27 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
 // ---------------------------------------------------------------------------------------------
 // Grouped attention over a KV cache written in place: norms and rotary of q and k, the new KV rows,
 // scores, softmax, gate. Keys are cut into stretches at fixed positions, one block each, whose
-// results are then merged in order: the sums of a row do not depend on how far the call reaches.
+// results are then merged in order: the sums of a row do not depend on how far the call reaches. Short
+// stretches first, so that a short context has many of them, then longer ones, so that a long context
+// has not too many results to merge.
 
 constexpr int ATTEND_THREADS = 256;
 constexpr int TILE = 32;  // slots taken at a time
 constexpr int MAX_HEAD = 256;
 
+BOTH int stretch_start(int s) {
+  return s < 32 ? s * 32 : s < 80 ? 1024 + (s - 32) * 64 : s < 112 ? 4096 + (s - 80) * 128
+                                                                   : 8192 + (s - 112) * 256;
+}
+BOTH int stretch_of(int slot) {
+  return slot < 1024   ? slot / 32
+         : slot < 4096 ? 32 + (slot - 1024) / 64
+         : slot < 8192 ? 80 + (slot - 4096) / 128
+                       : 112 + (slot - 8192) / 256;
+}
+
 struct AttendSizes {
-  int rows, query_rows, heads, kv_heads, dim, rotary, slots, stretch, stretches;
+  int rows, query_rows, heads, kv_heads, dim, rotary, slots, stretches;
   int query_stride, head_stride, kv_stride, key_offset, value_offset;
   float eps, offset;  // of the q and k norms
   bool gated;
@@ -502,8 +546,8 @@ attend(AttendTensors t, AttendSizes n) {
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   constexpr int WARPS = ATTEND_THREADS / 32;
   const int kv_head = int(blockIdx.y), group = n.heads / n.kv_heads, queries = n.query_rows * group;
-  const int start = int(blockIdx.x) * n.stretch;
-  const int stop = start + n.stretch < n.slots ? start + n.stretch : n.slots;
+  const int start = stretch_start(int(blockIdx.x)), after = stretch_start(int(blockIdx.x) + 1);
+  const int stop = after < n.slots ? after : n.slots;
   const int position = t.position[0], asked = t.query_position[0];
   T* key = static_cast<T*>(t.key) + int64_t(kv_head) * n.slots * n.dim;
   T* value = static_cast<T*>(t.value) + int64_t(kv_head) * n.slots * n.dim;
@@ -613,29 +657,325 @@ attend(AttendTensors t, AttendSizes n) {
   }
 }
 
+// The same on tensor cores, for 16-bit types; QUERIES is a multiple of 8. Scores are K (slots x dims)
+// times the queries, as in `linear`; the results are V turned over (dims x slots) times the weights of
+// the slots: two slots of V are zipped in registers, so V needs no shared memory. Both are under way
+// from device memory while the other is used.
+template <class T, int QUERIES>
+KERNEL(ATTEND_THREADS, QUERIES > 24 ? 1 : 2)
+attend_tensor(AttendTensors t, AttendSizes n) {
+  constexpr int WARPS = ATTEND_THREADS / 32, COLUMNS = QUERIES / 8, WIDE = MAX_HEAD + 32;
+  constexpr int SHARES = 4, HALF = TILE / 2, ITEMS = (QUERIES + MAX_ROWS + WARPS - 1) / WARPS;
+  static_assert(WARPS == 8 && TILE == 32 && MAX_HEAD == 64 * SHARES, "see the division of the work");
+  constexpr int QUERY_BYTES = QUERIES * WIDE * 2, TURNED_BYTES = WARPS * MAX_HEAD * 4;
+  constexpr int SUM_BYTES = SHARES * QUERIES * (TILE + 1) * 4;
+  constexpr int SCORE_BYTES = SUM_BYTES > TURNED_BYTES ? SUM_BYTES : TURNED_BYTES;
+  static_assert(QUERY_BYTES + SCORE_BYTES >= QUERIES * MAX_HEAD * 4, "holds the results at the end");
+  SHARED_WIDE unsigned char pool[QUERY_BYTES + SCORE_BYTES];
+  SHARED_WIDE T weights[QUERIES][TILE + 8];
+  SHARED float best[QUERIES], total[QUERIES], fade[QUERIES];
+  T(*query)[WIDE] = reinterpret_cast<T(*)[WIDE]>(pool);
+  typedef float Scores[QUERIES][TILE + 1];
+  Scores* scores = reinterpret_cast<Scores*>(pool + QUERY_BYTES);
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int pair = lane / 4, quad = lane % 4, share = warp % SHARES, half = warp / SHARES;
+  const int kv_head = int(blockIdx.y), group = n.heads / n.kv_heads, queries = n.query_rows * group;
+  const int stretch = n.stretches - 1 - int(blockIdx.x);  // the long ones first
+  const int start = stretch_start(stretch), after = stretch_start(stretch + 1);
+  const int stop = after < n.slots ? after : n.slots;
+  const int turn = n.rotary / 2;
+  T* key = static_cast<T*>(t.key) + int64_t(kv_head) * n.slots * n.dim;
+  T* value = static_cast<T*>(t.value) + int64_t(kv_head) * n.slots * n.dim;
+  let_next_start();
+  wait_for_inputs();
+  const int position = t.position[0], asked = t.query_position[0];
+  const int reach = asked + n.query_rows, last = reach < stop ? reach : stop;
+  const bool fresh = position < stop && position + n.rows > start;  // new rows stand here
+  if (start >= reach && !fresh) return;  // the whole block: nobody asks for this stretch
+
+  const uint4 zero = {0, 0, 0, 0};
+  uint4 keys[2][2], values[4];
+  auto load_keys = [&](int tile) {
+    UNROLL
+    for (int u = 0; u < 2; ++u) {
+      const int d = (share + u * SHARES) * 32 + quad * 8;
+      UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const int slot = tile + half * HALF + h * 8 + pair;
+        keys[u][h] = slot < last && d < n.dim
+                         ? *reinterpret_cast<const uint4*>(key + int64_t(slot) * n.dim + d)
+                         : zero;
+      }
+    }
+  };
+  auto load_values = [&](int tile) {
+    const int d = share * 64 + pair * 8;
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int slot = tile + half * HALF + i / 2 * 8 + quad * 2 + i % 2;
+      values[i] = slot < last && d < n.dim
+                      ? *reinterpret_cast<const uint4*>(value + int64_t(slot) * n.dim + d)
+                      : zero;
+    }
+  };
+  if (!fresh) {
+    load_keys(start);
+    load_values(start);
+  }
+
+  // Heads of queries, then of new keys: a warp turns one at a time, eight neighbouring dims a lane.
+  const int d0 = lane * 8, items = queries + (fresh ? n.rows : 0);
+  float* turned = reinterpret_cast<float*>(scores) + warp * MAX_HEAD;
+  uint4 raw[ITEMS];
+  UNROLL
+  for (int j = 0; j < ITEMS; ++j) {
+    const int i = warp + j * WARPS, row = i < queries ? i / group : i - queries;
+    const T* from = i < queries
+                        ? static_cast<const T*>(t.query) + int64_t(row) * n.query_stride +
+                              int64_t(kv_head * group + i % group) * n.head_stride
+                        : static_cast<const T*>(t.kv) + int64_t(row) * n.kv_stride +
+                              n.key_offset + kv_head * n.dim;
+    raw[j] = i < items && d0 < n.dim ? *reinterpret_cast<const uint4*>(from + d0) : zero;
+  }
+  UNROLL
+  for (int j = 0; j < ITEMS; ++j) {
+    const int i = warp + j * WARPS;
+    if (i >= items) continue;
+    const bool asks = i < queries;
+    const int row = asks ? i / group : i - queries, slot = asks ? asked + row : position + row;
+    if (!asks && (slot < start || slot >= stop)) continue;
+    const float* norm = asks ? t.query_norm : t.key_norm;
+    union {
+      uint4 words;
+      T values[8];
+    } held;
+    held.words = raw[j];
+    float x[8], square = 0.0f;
+    UNROLL
+    for (int e = 0; e < 8; ++e) {
+      x[e] = to_float(held.values[e]);
+      square = fused(x[e], x[e], square);
+    }
+    if (norm != nullptr) {
+      const float length = 1.0f / sqrtf(sum_of_warp(square) / float(n.dim) + n.eps);
+      UNROLL
+      for (int e = 0; e < 8; ++e) {
+        if (d0 < n.dim) x[e] = x[e] * length * (load_constant(norm + d0 + e) + n.offset);
+      }
+    }
+    if (d0 < n.dim) {
+      UNROLL
+      for (int e = 0; e < 8; ++e) turned[d0 + e] = x[e];
+    }
+    sync_warp();
+    UNROLL
+    for (int e = 0; e < 8; ++e) {
+      const int d = d0 + e, f = d < turn ? d : d - turn;
+      if (d >= n.rotary) continue;
+      const float cos = load_constant(t.cos + int64_t(slot) * turn + f);
+      const float sin = load_constant(t.sin + int64_t(slot) * turn + f);
+      x[e] = d < turn ? x[e] * cos - turned[d + turn] * sin : x[e] * cos + turned[d - turn] * sin;
+    }
+    sync_warp();
+    if (d0 < n.dim) {
+      if (asks) {
+        store_eight(&query[i][d0], x);
+      } else {
+        const T* from = static_cast<const T*>(t.kv) + int64_t(row) * n.kv_stride + n.value_offset;
+        store_eight(key + int64_t(slot) * n.dim + d0, x);
+        *reinterpret_cast<uint4*>(value + int64_t(slot) * n.dim + d0) =
+            *reinterpret_cast<const uint4*>(from + kv_head * n.dim + d0);
+      }
+    }
+  }
+  if (start >= reach) return;
+  for (int i = thread; i < QUERIES; i += ATTEND_THREADS) {
+    best[i] = -INFINITY;
+    total[i] = 0.0f;
+    fade[i] = 0.0f;
+  }
+  for (int i = thread; i < QUERIES * (TILE + 8); i += ATTEND_THREADS) put((&weights[0][0])[i], 0.0f);
+  sync_block();
+  if (fresh) {
+    load_keys(start);
+    load_values(start);
+  }
+
+  const float scale = 1.0f / sqrtf(float(n.dim));
+  float mixed[4][COLUMNS][4] = {};
+  for (int tile = start; tile < last; tile += TILE) {
+    float part[COLUMNS][4] = {};  // of the scores: 16 slots, an interleaved quarter of the dims
+    UNROLL
+    for (int u = 0; u < 2; ++u) {
+      const int d = (share + u * SHARES) * 32 + quad * 8;
+      const uint4 low = keys[u][0], high = keys[u][1];
+      const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+      const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+      UNROLL
+      for (int c = 0; c < COLUMNS; ++c) {
+        const uint4 b = d < n.dim ? *reinterpret_cast<const uint4*>(&query[c * 8 + pair][d]) : zero;
+        const uint32_t b0[2] = {b.x, b.y}, b1[2] = {b.z, b.w};
+        multiply(part[c], a0, b0, T{});
+        multiply(part[c], a1, b1, T{});
+      }
+    }
+    UNROLL
+    for (int c = 0; c < COLUMNS; ++c) {
+      UNROLL
+      for (int e = 0; e < 4; ++e) {
+        scores[share][c * 8 + quad * 2 + e % 2][half * HALF + e / 2 * 8 + pair] = part[c][e];
+      }
+    }
+    load_keys(tile + TILE);
+    sync_block();
+    for (int i = warp; i < queries; i += WARPS) {
+      float score = 0.0f;
+      UNROLL
+      for (int p = 0; p < SHARES; ++p) score += scores[p][i][lane];
+      const int slot = tile + lane;
+      score = slot <= asked + i / group && slot < last ? score * scale : -INFINITY;
+      const float top = fmaxf(best[i], max_of_warp(score));
+      const float weight = score == -INFINITY ? 0.0f : rounded<T>(expf(score - top));
+      const float sum = sum_of_warp(weight);
+      put(weights[i][lane], weight);
+      sync_warp();
+      if (lane == 0) {
+        fade[i] = best[i] == -INFINITY ? 0.0f : expf(best[i] - top);
+        total[i] = total[i] * fade[i] + sum;
+        best[i] = top;
+      }
+    }
+    sync_block();
+    uint32_t b[COLUMNS][2];
+    UNROLL
+    for (int c = 0; c < COLUMNS; ++c) {
+      UNROLL
+      for (int h = 0; h < 2; ++h) {
+        const T* from = &weights[c * 8 + pair][half * HALF + h * 8 + quad * 2];
+        b[c][h] = *reinterpret_cast<const uint32_t*>(from);
+      }
+      const float even = fade[c * 8 + quad * 2], odd = fade[c * 8 + quad * 2 + 1];
+      UNROLL
+      for (int m = 0; m < 4; ++m) {
+        UNROLL
+        for (int e = 0; e < 4; ++e) mixed[m][c][e] *= e % 2 ? odd : even;
+      }
+    }
+    UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const uint32_t v0 = word_of(values[0], m), v1 = word_of(values[1], m);
+      const uint32_t v2 = word_of(values[2], m), v3 = word_of(values[3], m);
+      const uint32_t a[4] = {(v0 & 0xffffu) | (v1 << 16), (v0 >> 16) | (v1 & 0xffff0000u),
+                             (v2 & 0xffffu) | (v3 << 16), (v2 >> 16) | (v3 & 0xffff0000u)};
+      UNROLL
+      for (int c = 0; c < COLUMNS; ++c) multiply(mixed[m][c], a, b[c], T{});
+    }
+    load_values(tile + TILE);
+  }
+
+  // The two halves of the slots together. A lane holds eight neighbouring dims of two queries.
+  float(*others)[MAX_HEAD] = reinterpret_cast<float(*)[MAX_HEAD]>(pool);
+  const int d1 = share * 64 + pair * 8;
+  sync_block();
+  for (int turn_of = 1; turn_of >= 0; --turn_of) {
+    if (half == turn_of && d1 < n.dim) {
+      UNROLL
+      for (int c = 0; c < COLUMNS; ++c) {
+        UNROLL
+        for (int odd = 0; odd < 2; ++odd) {
+          const int i = c * 8 + quad * 2 + odd;
+          if (i >= queries) continue;
+          float x[8];
+          UNROLL
+          for (int e = 0; e < 8; ++e) x[e] = mixed[e / 2][c][e % 2 * 2 + odd];
+          if (half == 1) {
+            store_eight(&others[i][d1], x);
+            continue;
+          }
+          float y[8];
+          load_eight(&others[i][d1], y);
+          UNROLL
+          for (int e = 0; e < 8; ++e) x[e] += y[e];
+          const int64_t head = int64_t(i / group) * n.heads + kv_head * group + i % group;
+          store_eight(t.mixed + (head * n.stretches + stretch) * n.dim + d1, x);
+        }
+      }
+    }
+    if (turn_of == 1) sync_block();
+  }
+  if (thread < queries) {
+    const int64_t head = int64_t(thread / group) * n.heads + kv_head * group + thread % group;
+    t.best[head * n.stretches + stretch] = best[thread];
+    t.total[head * n.stretches + stretch] = total[thread];
+  }
+}
+
+// Four teams take every fourth stretch each, four neighbouring dims a thread.
+constexpr int TEAMS = 4;
+constexpr int EAGER = 8;  // stretches of a team whose results are fetched at once
+
 template <class T>
 KERNEL(MAX_HEAD, 1)
 merge_stretches(AttendTensors t, AttendSizes n) {
-  wait_for_inputs();
-  let_next_start();
-  const int d = int(threadIdx.x), head = int(blockIdx.x), row = int(blockIdx.y);
-  if (d >= n.dim) return;
-  const int used = (t.query_position[0] + row) / n.stretch + 1;
+  SHARED float tops[MAX_HEAD / 32], sums[TEAMS];
+  SHARED_WIDE float mixes[TEAMS][MAX_HEAD];
+  const int thread = int(threadIdx.x), head = int(blockIdx.x), row = int(blockIdx.y);
+  const int team = thread / (MAX_HEAD / TEAMS), d = thread % (MAX_HEAD / TEAMS) * 4;
   const int64_t place = (int64_t(row) * n.heads + head) * n.stretches;
-  float top = -INFINITY, sum = 0.0f, mixed = 0.0f;
-  for (int s = 0; s < used; ++s) top = fmaxf(top, t.best[place + s]);
-  for (int s = 0; s < used; ++s) {
+  let_next_start();
+  wait_for_inputs();
+  const int used = stretch_of(t.query_position[0] + row) + 1;
+  const bool mine = d < n.dim;
+  auto load_mixed = [&](int s) {
+    return *reinterpret_cast<const float4*>(t.mixed + (place + s) * n.dim + d);
+  };
+  float4 eager[EAGER];
+  UNROLL
+  for (int j = 0; j < EAGER; ++j) {
+    const int s = team + j * TEAMS;
+    if (mine && s < used) eager[j] = load_mixed(s);
+  }
+  float top = -INFINITY;
+  for (int s = thread; s < used; s += MAX_HEAD) top = fmaxf(top, t.best[place + s]);
+  top = max_of_warp(top);
+  if (thread % 32 == 0) tops[thread / 32] = top;
+  sync_block();
+  for (int w = 0; w < MAX_HEAD / 32; ++w) top = fmaxf(top, tops[w]);
+  float sum = 0.0f;
+  float4 mixed = {0.0f, 0.0f, 0.0f, 0.0f};
+  auto add = [&](int s, const float4& x) {
     const float weight = expf(t.best[place + s] - top);
     sum = fused(t.total[place + s], weight, sum);
-    mixed = fused(t.mixed[(place + s) * n.dim + d], weight, mixed);
+    mixed.x = fused(x.x, weight, mixed.x);
+    mixed.y = fused(x.y, weight, mixed.y);
+    mixed.z = fused(x.z, weight, mixed.z);
+    mixed.w = fused(x.w, weight, mixed.w);
+  };
+  UNROLL
+  for (int j = 0; j < EAGER; ++j) {
+    const int s = team + j * TEAMS;
+    if (mine && s < used) add(s, eager[j]);
   }
-  mixed /= sum;
+  UNROLL_BY_4
+  for (int s = team + EAGER * TEAMS; s < used; s += TEAMS) {
+    if (mine) add(s, load_mixed(s));
+  }
+  if (mine) *reinterpret_cast<float4*>(&mixes[team][d]) = mixed;
+  if (d == 0) sums[team] = sum;
+  sync_block();
+  if (thread >= n.dim) return;
+  float all = 0.0f, result = 0.0f;
+  for (int g = 0; g < TEAMS; ++g) {
+    all += sums[g];
+    result += mixes[g][thread];
+  }
+  result /= all;
   if (n.gated) {
     const T* gate = static_cast<const T*>(t.query) + int64_t(row) * n.query_stride +
                     int64_t(head) * n.head_stride + n.dim;
-    mixed *= sigmoid(to_float(gate[d]));
+    result *= sigmoid(to_float(gate[thread]));
   }
-  put(static_cast<T*>(t.y)[(int64_t(row) * n.heads + head) * n.dim + d], mixed);
+  put(static_cast<T*>(t.y)[(int64_t(row) * n.heads + head) * n.dim + thread], result);
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -9,12 +9,8 @@
 
 // Tuning of the products: 16-byte loads that a lane has under way for each row of weights, and how many
 // blocks of 32 rows there must be before blocks take 32 rows instead of 16.
-#ifndef LINEAR_AHEAD
-#define LINEAR_AHEAD 4
-#endif
-#ifndef LINEAR_WIDE
-#define LINEAR_WIDE 300
-#endif
+constexpr int LINEAR_AHEAD = 4;
+constexpr int LINEAR_WIDE = 300;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -126,9 +122,8 @@ void run_norm(const Call& call, const Attributes& a, bool adds) {
   const int n = int(h[-1]);
   void* sum = adds ? call.output(0, h.shape) : nullptr;
   void* x = call.output(adds ? 1 : 0, h.shape);
-  int threads = (n + 127) / 128 * 32;  // four values a thread
-  threads = threads > NORM_THREADS ? NORM_THREADS : threads;
-  require(n <= threads * NORM_VALUES, "hidden size above 8192");
+  require(n % 8 == 0 && n <= 8 * NORM_THREADS, "hidden sizes above 8192 or not of 8");
+  const int threads = (n + 255) / 256 * 32;  // eight values a thread
   by_type(h.type, [&](auto t) {
     using T = decltype(t);
     done(launch(add_norm<T>, dim3(unsigned(h.rows())), threads, call.stream(), dependent_launch(),
@@ -267,9 +262,7 @@ void run_attend(const Call& call, const Attributes& a) {
   n.value_offset = n.key_offset + n.kv_heads * n.dim;
   n.eps = a.eps;
   n.offset = a.centred ? 1.0f : 0.0f;
-  const int most = 160;  // stretches to merge
-  n.stretch = ((n.slots + most - 1) / most + TILE - 1) / TILE * TILE;
-  n.stretches = (n.slots + n.stretch - 1) / n.stretch;
+  n.stretches = stretch_of(n.slots - 1) + 1;
   require(n.dim <= MAX_HEAD && n.dim % 8 == 0, "head dims above 256 or not of 8");
   AttendTensors t = {};
   t.query = query.data;
@@ -298,12 +291,16 @@ void run_attend(const Call& call, const Attributes& a) {
     auto start = [&](auto kernel) {
       done(launch(kernel, grid, ATTEND_THREADS, stream, dependent_launch(), t, n));
     };
-    if (queries <= 8) start(attend<T, 8>);
+    require(queries <= 36, "more than 36 query rows for one key head");
+    if constexpr (sizeof(T) == 2) {
+      if (queries <= 8) start(attend_tensor<T, 8>);
+      else if (queries <= 24) start(attend_tensor<T, 24>);
+      else start(attend_tensor<T, 40>);
+    } else if (queries <= 8) start(attend<T, 8>);
     else if (queries <= 24) start(attend<T, 24>);
-    else if (queries <= 36) start(attend<T, 36>);
-    else throw Failure{"more than 36 query rows for one key head"};
+    else start(attend<T, 36>);
     done(launch(merge_stretches<T>, dim3(unsigned(n.heads), unsigned(n.query_rows)),
-                (n.dim + 31) / 32 * 32, stream, dependent_launch(), t, n));
+                MAX_HEAD, stream, dependent_launch(), t, n));
   });
 }
 

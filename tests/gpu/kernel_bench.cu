@@ -119,7 +119,7 @@ int main() {
   cudaMemcpy(n3, &three, 4, cudaMemcpyHostToDevice); cudaMemcpy(n3 + 1, &place, 4, cudaMemcpyHostToDevice);
   for (bool dep : {false, true}) {
     printf("add_norm 5x4096%s %.2f us\n", dep ? " dep" : "", chained_us(200, [&](int) {
-      launch(add_norm<T>, dim3(5), 1024, stream, dep, (const T*)x, (const T*)(x + 32768), (const float*)f, 1.0f, 1e-6f, 4096, y, y + 32768); }));
+      launch(add_norm<T>, dim3(5), 512, stream, dep, (const T*)x, (const T*)(x + 32768), (const float*)f, 1.0f, 1e-6f, 4096, y, y + 32768); }));
     const size_t S = 32 * 128 * 128, layer = 2 * S + (1 << 20);
     printf("gated_delta%s %.2f us\n", dep ? " dep" : "", chained_us(48, [&](int i) {
       float* base = f + 4096 + size_t(i % 24) * layer;
@@ -132,7 +132,7 @@ int main() {
     for (int position : {1000, 4000}) {
       cudaMemcpy(n3 + 1, &position, 4, cudaMemcpyHostToDevice);
       AttendSizes n = {};
-      n.rows = n.query_rows = 5; n.heads = 16; n.kv_heads = 4; n.dim = 256; n.rotary = 64; n.slots = 4101; n.stretch = 32; n.stretches = 129;
+      n.rows = n.query_rows = 5; n.heads = 16; n.kv_heads = 4; n.dim = 256; n.rotary = 64; n.slots = 4101; n.stretches = stretch_of(n.slots - 1) + 1;
       n.query_stride = n.kv_stride = 10240; n.head_stride = 512; n.key_offset = 8192; n.value_offset = 9216; n.eps = 1e-6f; n.offset = 1; n.gated = true;
       AttendTensors t = {};
       t.query = t.kv = x; t.position = t.query_position = n3 + 1; t.cos = f; t.sin = f; t.query_norm = f; t.key_norm = f;
@@ -140,7 +140,7 @@ int main() {
       const size_t cache = size_t(4) * 4101 * 256;
       auto at = [&](int i) { t.key = pool + size_t(i % 8) * 2 * cache; t.value = pool + (size_t(i % 8) * 2 + 1) * cache; };
       printf("attend at %d%s %.2f us\n", position, dep ? " dep" : "", chained_us(64, [&](int i) { at(i);
-        launch(attend<T, 24>, dim3(129, 4), ATTEND_THREADS, stream, dep, t, n); }));
+        launch(attend_tensor<T, 24>, dim3(n.stretches, 4), ATTEND_THREADS, stream, dep, t, n); }));
       printf("merge at %d%s %.2f us\n", position, dep ? " dep" : "", chained_us(64, [&](int i) { at(i);
         launch(merge_stretches<T>, dim3(16, 5), 256, stream, dep, t, n); }));
     }

@@ -411,16 +411,6 @@ class Series:
             got += verdict.tokens
         return {"equal": got[:40] == want[:40], "accepted": accepted}
 
-    def tuned(self, **tuning: int) -> Any:
-        """The fused trunk with other settings of its products."""
-        kept = self.library
-        try:
-            capability = self.memory.info.compute_capability
-            self.library = build_cuda(self.libraries, capability, **tuning)
-            return self.timed("ort-fused", "bf16", whole=False)
-        finally:
-            self.library = kept
-
     def pipe_stage(self) -> Any:
         """What the memory does."""
         return {"copy_TBps": copy_bandwidth(self.memory) / 1e12}
@@ -586,26 +576,23 @@ def main() -> None:
         ("self", s.self_stage, 20),
         ("pipe", s.pipe_stage, 5),
         ("fused-bf16", lambda: s.timed("ort-fused", "bf16"), 20),
-        ("kernels-fused-bf16", lambda: s.kernels("ort-fused", "bf16"), 15),
-        ("fused-bf16-serial", lambda: s.timed("ort-fused", "bf16", dependent=False), 15),
-        ("fused-ahead-2", lambda: s.tuned(LINEAR_AHEAD=2), 25),
-        ("fused-ahead-8", lambda: s.tuned(LINEAR_AHEAD=8), 25),
-        ("fused-narrow", lambda: s.tuned(LINEAR_WIDE=100000), 25),
-        ("stock-bf16", lambda: s.timed("ort-cuda", "bf16"), 20),
-        ("kernels-stock-bf16", lambda: s.kernels("ort-cuda", "bf16"), 15),
-        ("fused-bf16-w1", lambda: s.timed("ort-fused", "bf16", 1, whole=False), 12),
-        ("stock-bf16-w1", lambda: s.timed("ort-cuda", "bf16", 1, whole=False), 12),
-        ("rows-fused-bf16", lambda: s.slice_rows("ort-fused", "bf16"), 12),
-        ("rows-fused-fp16", lambda: s.slice_rows("ort-fused", "fp16"), 12),
-        ("rows-stock-bf16", lambda: s.slice_rows("ort-cuda", "bf16"), 12),
-        ("rows-stock-fp16", lambda: s.slice_rows("ort-cuda", "fp16"), 12),
+        ("kernels-fused-bf16", lambda: s.kernels("ort-fused", "bf16"), 6),
+        ("fused-bf16-w1", lambda: s.timed("ort-fused", "bf16", 1, whole=False), 5),
+        ("fused-bf16-8k", lambda: s.timed("ort-fused", "bf16", 5, 8192, 8000, whole=False), 5),
+        ("fused-bf16-32k", lambda: s.timed("ort-fused", "bf16", 5, 32768, 32000, whole=False), 5),
+        ("fused-fp16", lambda: s.timed("ort-fused", "fp16"), 6),
+        ("rows-fused-bf16", lambda: s.slice_rows("ort-fused", "bf16"), 5),
+        ("rows-fused-fp16", lambda: s.slice_rows("ort-fused", "fp16"), 5),
+        ("fused-bf16-serial", lambda: s.timed("ort-fused", "bf16", dependent=False), 5),
         *[
-            (f"fused-bf16-w{w}", lambda w=w: s.timed("ort-fused", "bf16", w, whole=False), 12)
+            (f"fused-bf16-w{w}", lambda w=w: s.timed("ort-fused", "bf16", w, whole=False), 5)
             for w in (2, 3, 9)
         ],
-        ("fused-bf16-8k", lambda: s.timed("ort-fused", "bf16", 5, 8192, 8000, whole=False), 12),
-        ("fused-bf16-32k", lambda: s.timed("ort-fused", "bf16", 5, 32768, 32000, whole=False), 12),
-        ("fused-fp16", lambda: s.timed("ort-fused", "fp16"), 20),
+        ("stock-bf16", lambda: s.timed("ort-cuda", "bf16"), 20),
+        ("kernels-stock-bf16", lambda: s.kernels("ort-cuda", "bf16"), 15),
+        ("stock-bf16-w1", lambda: s.timed("ort-cuda", "bf16", 1, whole=False), 12),
+        ("rows-stock-bf16", lambda: s.slice_rows("ort-cuda", "bf16"), 12),
+        ("rows-stock-fp16", lambda: s.slice_rows("ort-cuda", "fp16"), 12),
         ("stock-fp16", lambda: s.timed("ort-cuda", "fp16"), 20),
         ("portable-fp16", lambda: s.timed("portable", "fp16"), 25),
     ]

@@ -1,0 +1,25 @@
+"""The libraries that a user may lack, and what to type to get each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+EXTRAS = {  # library -> the extra that brings it; "" if every installation has it
+    **dict.fromkeys(("numpy", "rich", "tokenizers", "jinja2"), ""),
+    **dict.fromkeys(("onnx", "onnx_ir", "ml_dtypes"), "export"),
+    "matplotlib": "plot",
+    "onnxruntime": "cpu",
+    "torch": "parity",
+}
+_VENV = Path(__file__).resolve().parent.parent / ".venv"  # the scripts' own, in a clone
+_DEMO = ("", "export", "cpu")  # what every script puts there
+
+
+def install(extra: str) -> str:
+    """How to get what an extra brings into the Python that runs."""
+    if Path(sys.prefix).resolve() == _VENV and extra in _DEMO:  # it was there
+        return f"rm -rf {_VENV}, then run the script again"
+    if not extra:
+        return "install eagle-chain again: pip install . in its clone"
+    return f"install the extra {extra}: pip install '.[{extra}]' in the clone of eagle-chain"

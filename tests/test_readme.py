@@ -1,0 +1,42 @@
+"""The README against the repository: its list of files, its links, its commands."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from eagle_chain.engines import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("package", ["engines", "export", "runtime"])
+def test_every_file_has_its_line(package: str) -> None:
+    listed = dict(re.findall(rf"^\| `({package}/\w+\.py)` \| (.+?) \|$", README, re.MULTILINE))
+    files = [p for p in sorted((ROOT / package).glob("*.py")) if not p.name.startswith("__")]
+    assert sorted(listed) == [f"{package}/{p.name}" for p in files]
+    for path in files:
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = docstring.split("\n\n")[0].replace("\n", " ")
+        assert listed[f"{package}/{path.name}"] == first
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_command_in_the_readme_exists() -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    words = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    named = {line[1] for line in words if line and line[0] == "eagle-chain"}
+    assert named and named <= set(cli.COMMANDS)
+    scripts = [line[0] for line in words if line and line[0].startswith("scripts/")]
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
