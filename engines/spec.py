@@ -8,7 +8,7 @@ C capacity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
@@ -124,7 +124,7 @@ class Options:
     capacity: int = 4096  # longest sequence in tokens, prompt included
     dtype: str = "fp32"  # of activations and KV; recurrent states are always fp32
     profile: str = "portable"
-    debug: tuple[str, ...] = field(default=())  # extra outputs: "logits", "S_rows"
+    debug: tuple[str, ...] = ()  # extra outputs: "logits", "S_rows"
 
     @property
     def kv_rows(self) -> int:
@@ -231,9 +231,9 @@ def encoder_spec(config: DraftConfig, options: Options) -> EngineSpec:
 def draft_spec(config: DraftConfig, rows: int, options: Options) -> EngineSpec:
     """One call of the draft layer over R rows: `draft` extends with W rows, `draft_step` with 1.
 
-    Inputs: `ids` [R] target-vocabulary tokens (row i pairs token i+1 with feature i), `g` [R, H],
+    Inputs: `ids` [R] trunk-vocabulary tokens (row i pairs token i+1 with feature i), `g` [R, H],
     `position` [1] of row 0, `row` [1] the row whose result is wanted.
-    Outputs: `token` [1] drafted target-vocabulary id (-1 where the logits are not finite), `g_next`
+    Outputs: `token` [1] drafted trunk-vocabulary id (-1 where the logits are not finite), `g_next`
     [1, H] the recurrence of that row, `next_position` [1] = position + row + 1.
     """
     hidden = config.hidden_size

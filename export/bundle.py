@@ -29,8 +29,7 @@ from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.engines.staging import staged
 from eagle_chain.export.checkpoint import Checkpoint
-from eagle_chain.export.graph import PROFILES as STANDARD_PROFILES
-from eagle_chain.export.graph import build_graphs
+from eagle_chain.export.graph import STANDARD_PROFILES, build_graphs
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -2,7 +2,7 @@
 
 Op sequence (vLLM llama_eagle3.py, layer 0, no optional norms): g = fc(features);
 C = [norm(embed); norm(g)]; x1 = o_proj(attention(C)) + g; g' = mlp(norm(x1)) + x1;
-logits = lm_head(norm(g')); target id = draft id + d2t[draft id].
+logits = lm_head(norm(g')); trunk id = draft id + d2t[draft id].
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def record_draft(
     recurrence = g.Add(low.swiglu(z, f"{layer}.mlp"), x)  # before the final norm
     logits = g.fp32(g.linear(norm(recurrence, "draft.norm.weight"), "draft.lm_head.weight"))
 
-    g.output("token", target_id(g, low.greedy(logits)))
+    g.output("token", trunk_id(g, low.greedy(logits)))
     g.output("g_next", recurrence)
     g.output("next_position", g.Add(here, g.int32(1)))
     if g.wants("logits"):
         g.output("logits", logits)
 
 
-def target_id(g: GraphBuilder, draft_id: ir.Value) -> ir.Value:
+def trunk_id(g: GraphBuilder, draft_id: ir.Value) -> ir.Value:
     """The trunk's id of a drafted id [1]; -1 (no draft) stays -1."""
     if not g.has_weight("draft.d2t"):  # both vocabularies are the same
         return draft_id

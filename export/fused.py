@@ -14,7 +14,7 @@ import onnx_ir as ir
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import ONNX_DTYPE, GraphBuilder
-from eagle_chain.export.draft import target_id
+from eagle_chain.export.draft import trunk_id
 from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
 from eagle_chain.export.trunk import TrunkGraph
 
@@ -295,7 +295,7 @@ def record_fused_draft(
         x, low.swiglu(z, f"{layer}.mlp"), "draft.norm.weight", eps, centred=False
     )
     logits = low.linear(last, "draft.lm_head.weight")
-    g.output("token", target_id(g, low.greedy(logits)))
+    g.output("token", trunk_id(g, low.greedy(logits)))
     g.output("g_next", recurrence)
     g.output("next_position", g.Add(here, g.int32(1)))
     if g.wants("logits"):

@@ -23,7 +23,7 @@ from eagle_chain.export.standard import Standard
 from eagle_chain.export.trunk import TrunkGraph
 
 TRUNKS: dict[str, type[TrunkGraph]] = {"ort-cuda": OrtCudaTrunk, "ort-fused": FusedTrunk}
-PROFILES: dict[str, type[Portable]] = {"portable": Portable, "standard": Standard}
+STANDARD_PROFILES: dict[str, type[Portable]] = {"portable": Portable, "standard": Standard}
 ORT_PROFILES: dict[str, type[Portable]] = {"ort-cuda": OrtCuda, "ort-fused": Fused}
 
 
@@ -31,7 +31,7 @@ def build_graphs(
     trunk: TrunkConfig, draft: DraftConfig, weights: Mapping[str, Weight], options: Options
 ) -> dict[str, onnx.ModelProto]:
     """Author every graph; weights stay in the files that `weights` names (see `Weight`)."""
-    profile = (PROFILES | ORT_PROFILES)[options.profile]
+    profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
     graphs = {}
     for name, spec in engine_specs(trunk, draft, options).items():
         g = GraphBuilder(spec, weights, options.dtype, profile.opset)

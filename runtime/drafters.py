@@ -28,7 +28,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, token: int, k: int) -> list[int]:
-        """Observe, then guess up to `k` target-vocabulary ids to follow `token`."""
+        """Observe, then guess up to `k` trunk-vocabulary ids to follow `token`."""
         ...
 
 

@@ -107,7 +107,7 @@ def load(
 
     Args:
         bundle: The folder that `eagle-chain export` wrote.
-        backend: "auto" takes the best that runs here.
+        backend: "auto" takes plans that suit this GPU, else the ONNX Runtime of the profile.
         drafter: As in `Engines.chain`, like the next two.
         draft_kv: See there.
         rollback: See there.
@@ -140,7 +140,7 @@ def open_engines(
     if manifest.options.dtype == "bf16":
         raise InputError(
             f"{folder}: was exported as bf16, which ONNX Runtime has no CPU kernels for; "
-            "export it again with --dtype fp32"
+            "export it again with --dtype fp32, or use --backend onnxruntime-cuda on a GPU"
         )
     memory = HostMemory()
     sessions: dict[str, Session] = {
@@ -151,9 +151,11 @@ def open_engines(
 
 
 def _best(manifest: Manifest) -> Backend:
-    """The fastest backend that this bundle has something for and this machine can run."""
+    """Plans that this machine can run, else the ONNX Runtime that the profile is for."""
     if trt.serves(manifest, "tensorrt"):
         return "tensorrt"
     if trt.serves(manifest, "tensorrt-rtx"):
         return "tensorrt-rtx"
+    if manifest.options.profile.startswith("ort-"):  # operators that only the GPU has
+        return "onnxruntime-cuda"
     return "onnxruntime-cpu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ def random_tensors(
             continue
         buffer = made[spec] = memory.allocate(spec)
         if spec.dtype == "int32":
-            continue  # draft to target ids: zero offsets
+            continue  # draft to trunk ids: zero offsets
         key = (spec.dtype, *_distribution(spec))
         count = spec.nbytes // ITEM_BYTES[spec.dtype]
         if not isinstance(buffer, CudaBuffer) or count < POOL // 64:
@@ -195,9 +195,3 @@ def fill_states(states: Iterable[tuple[StatePair, Buffer, Buffer]], seed: int = 
                 _fill(buffer, pools[spec.dtype], random)
             else:
                 buffer.write(_normal(random, spec.shape, spec.dtype, 0.5, 0.1))
-
-
-def share(parts: Mapping[str, float]) -> dict[str, float]:
-    """Each part over the sum of all."""
-    total = sum(parts.values())
-    return {name: value / total for name, value in parts.items()}

@@ -37,7 +37,6 @@ class OrtCudaSession:
         memory: Where buffers live, and the stream that runs the engine.
         library: The operators of the `ort-fused` profile, see `engines.kernel_library`.
         graphs: Replay a binding as a CUDA graph once it is warm.
-        profile: Write ONNX Runtime's own profile to files of this prefix.
 
     Raises:
         InputError: onnxruntime has no CUDA provider, or cannot load the graph.
@@ -51,7 +50,6 @@ class OrtCudaSession:
         *,
         library: Path | None = None,
         graphs: bool = True,
-        profile: str | None = None,
     ) -> None:
         ort = onnxruntime()
         if "CUDAExecutionProvider" not in ort.get_available_providers():
@@ -63,9 +61,6 @@ class OrtCudaSession:
             ort.preload_dlls()  # cuBLAS and cuDNN of the nvidia-* wheels
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        if profile is not None:
-            options.enable_profiling = True
-            options.profile_file_prefix = profile
         if library is not None:
             options.register_custom_ops_library(str(library))
         provider = {
@@ -106,11 +101,6 @@ class OrtCudaSession:
     def run(self, binding: Any) -> None:
         """Queue one run."""
         self._session.run_with_iobinding(binding, self._options)
-
-    def end_profile(self) -> str:
-        """Close ONNX Runtime's profile and return its file."""
-        path: str = self._session.end_profiling()
-        return path
 
     def io_binding(self) -> Any:
         """An empty binding."""

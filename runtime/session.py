@@ -14,7 +14,7 @@ class Binding(Protocol):
     """One engine with the addresses of all its inputs and outputs settled."""
 
     def run(self) -> None:
-        """Run the engine once over the bound buffers."""
+        """Run the engine once, or queue it on its memory's stream: `Buffer.read` waits."""
         ...
 
 

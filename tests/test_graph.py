@@ -21,7 +21,8 @@ from eagle_chain.engines.spec import Options, StatePair
 from eagle_chain.export import eager
 from eagle_chain.export.bundle import Pair, weight_table
 from eagle_chain.export.checkpoint import open_draft, open_trunk
-from eagle_chain.export.graph import PROFILES, build_graphs
+from eagle_chain.export.graph import STANDARD_PROFILES as PROFILES
+from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.lowering import Portable
 from eagle_chain.export.trunk import TrunkGraph
 from tests.onnx_engine import Arrays, OnnxEngine, engines, open_pair
