@@ -30,7 +30,8 @@ BACKENDS: tuple[Backend, ...] = (
 )
 BACKEND_HELP = (
     "what runs it; onnxruntime-cuda is made for the profiles ort-fused and ort-cuda, the tensorrt "
-    "ones need the plans of `build` (auto: plans that suit this GPU, else onnxruntime-cpu)"
+    "ones need the plans of `build` (auto: plans that suit this GPU, else the ONNX Runtime of the "
+    "profile)"
 )
 MOST_THREADS = 1024  # ONNX Runtime starts whatever it is told to, until the machine stands still
 DRAFTERS: tuple[DrafterName, ...] = ("eagle", "none")

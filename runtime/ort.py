@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class OrtSession:
         memory: Where its buffers live; its device must be the provider's.
         weights: The external-data locations of the graph, relative to its folder.
         threads: Of one operator; None leaves it to ONNX Runtime.
-        providers: Execution providers, as ONNX Runtime takes them.
 
     Raises:
         InputError: onnxruntime is missing, cannot load the graph, or finds another interface in it.
@@ -54,7 +53,6 @@ class OrtSession:
         weights: Iterable[str],
         *,
         threads: int | None = None,
-        providers: Sequence[Any] = CPU,
     ) -> None:
         ort = onnxruntime()
         options = ort.SessionOptions()
@@ -68,7 +66,7 @@ class OrtSession:
             list(linked), list(linked.values()), [len(m) for m in linked.values()]
         )
         try:
-            self._session = ort.InferenceSession(str(graph), options, providers=list(providers))
+            self._session = ort.InferenceSession(str(graph), options, providers=CPU)
         except Exception as error:  # onnxruntime's own types have no common base
             raise InputError(f"{graph}: ONNX Runtime cannot load it: {error}") from error
         self.spec = spec
