@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.kv import is_quantised
 from eagle_chain.engines.spec import Options
 
 TENSORRT, RTX = "tensorrt", "tensorrt-rtx"
@@ -72,6 +73,13 @@ class Flavour:
             return
         if options.dtype == "bf16":
             raise InputError(f"TensorRT {self.version} has no bf16: export with --dtype fp16")
+        if options.kv_type == "bf16":
+            raise InputError(f"TensorRT {self.version} has no bf16: export with --kv fp16")
+        if is_quantised(options.kv_type):
+            raise InputError(
+                f"TensorRT {self.version} takes int8 only for a quantisation of its own, and KV in "
+                f"{options.kv_type} is int8: export with --kv fp16"
+            )
         if options.profile != "portable":
             raise InputError(
                 f"TensorRT {self.version} reads opset 17 and the profile {options.profile!r} is "
@@ -107,7 +115,7 @@ def load_flavour(name: str) -> Flavour:
 
 def dtype_names(trt: Any) -> dict[Any, str]:
     """TensorRT's dtypes by our names; whatever else it has keeps its own."""
-    ours = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT32": "int32"}
+    ours = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT32": "int32", "INT8": "int8"}
     return {dtype: ours.get(name, name) for name, dtype in trt.DataType.__members__.items()}
 
 

@@ -16,7 +16,14 @@ from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import plan_report
 from eagle_chain.engines.progress import human_bytes, progress
-from eagle_chain.engines.spec import ITEM_BYTES, EngineSpec, Options, StatePair, TensorSpec
+from eagle_chain.engines.spec import (
+    ITEM_BYTES,
+    EngineSpec,
+    Options,
+    StatePair,
+    TensorSpec,
+    kv_row_bytes,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +79,7 @@ def pair_lines(
         *lines,
         f"ignored  {ignored_line(ignored)}",
         f"engines  width {options.width}, capacity {options.capacity}, {options.dtype}, "
-        f"profile {options.profile}",
+        f"KV {options.kv_type}, profile {options.profile}",
     ]
 
 
@@ -111,6 +118,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "width": options.width,
         "capacity": options.capacity,
         "dtype": options.dtype,
+        "kv": options.kv_type,
         "profile": options.profile,
         "debug": list(options.debug),
         "trunk": manifest.trunk.to_plain(),
@@ -134,6 +142,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
             "stored_weights": weights_bytes,
             "weights": _computed_bytes(manifest),
             "states": state_bytes,
+            "kv_per_token": kv_row_bytes(manifest.specs.values()),
             "total": _computed_bytes(manifest) + state_bytes,
         },
         "made_with": manifest.made_with,
@@ -163,6 +172,10 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
     print(
         f"memory   weights {human_bytes(memory['weights'])} as {manifest.options.dtype} "
         f"+ states {human_bytes(memory['states'])} = {human_bytes(memory['total'])}"
+    )
+    print(
+        f"KV       {manifest.options.kv_type}, {memory['kv_per_token']:,} bytes a token "
+        "(trunk and draft)"
     )
     for plan in report["plans"]:
         size = human_bytes(plan["bytes"]) if plan["bytes"] is not None else "missing"

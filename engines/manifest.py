@@ -20,6 +20,7 @@ from typing import Any
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import parse_json
+from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.spec import (
     DTYPES,
     EngineSpec,
@@ -188,8 +189,15 @@ def check_options(options: Options) -> None:
         )
     if options.dtype not in DTYPES:
         raise InputError(f"dtype is {options.dtype!r}, expected one of {', '.join(DTYPES)}")
+    if options.kv_type not in KV_TYPES:
+        raise InputError(f"kv is {options.kv!r}, expected one of {', '.join(KV_TYPES)}")
     if options.profile not in PROFILES:
         raise InputError(f"profile is {options.profile!r}, expected one of {', '.join(PROFILES)}")
+    if options.profile == "ort-fused" and options.kv_type != options.dtype:
+        raise InputError(
+            f"profile ort-fused keeps KV in the dtype, {options.dtype}, and kv is {options.kv}: "
+            "leave --kv out, or use another profile"
+        )
     unknown = sorted(set(options.debug) - set(DEBUG_OUTPUTS))
     if unknown or len(set(options.debug)) != len(options.debug):
         raise InputError(

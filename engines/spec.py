@@ -8,13 +8,16 @@ C capacity.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.kv import key_and_value, planes
 
 DTYPES = ("fp32", "fp16", "bf16")
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int32": 4}
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int32": 4, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class TensorSpec:
     """One input or output of an engine."""
 
     name: str
-    dtype: str  # fp32, fp16, bf16 or int32
+    dtype: str  # fp32, fp16, bf16, int32 or int8
     shape: tuple[int, ...]
 
     @property
@@ -122,22 +125,49 @@ class Options:
 
     width: int = 5  # rows of a trunk call: 1 pending token + up to width - 1 drafted ones
     capacity: int = 4096  # longest sequence in tokens, prompt included
-    dtype: str = "fp32"  # of activations and KV; recurrent states are always fp32
+    dtype: str = "fp32"  # of activations; recurrent states are always fp32
     profile: str = "portable"
     debug: tuple[str, ...] = ()  # extra outputs: "logits", "S_rows"
+    kv: str | None = None  # how KV rows are stored, one of `kv.KV_TYPES`; None: as `dtype`
 
     @property
     def kv_rows(self) -> int:
         """Rows of a KV buffer: a call at the last position still writes `width` rows."""
         return self.capacity + self.width
 
+    @property
+    def kv_type(self) -> str:
+        """How KV rows are stored."""
+        return self.kv or self.dtype
+
 
 def kv_pairs(prefix: str, heads: int, head_dim: int, options: Options) -> tuple[StatePair, ...]:
-    """Keys (after norm and rotary) and values of one attention layer, [1, heads, C + W, dim]."""
-    shape = (1, heads, options.kv_rows, head_dim)
-    return tuple(
-        StatePair(f"{prefix}.{part}", f"{prefix}.{part}.next", options.dtype, shape, True, 2)
-        for part in ("key", "value")
+    """Keys (after norm and rotary) and values of one attention layer.
+
+    Each is one tensor [1, heads, C + W, dim], or the planes of its KV type, see `engines.kv`.
+
+    Raises:
+        InputError: The KV type does not suit `head_dim`.
+    """
+    pairs = []
+    try:
+        for part, kind in zip(("key", "value"), key_and_value(options.kv_type), strict=True):
+            for plane in planes(kind, head_dim):
+                name = f"{prefix}.{part}{plane.suffix}"
+                shape = (1, heads, options.kv_rows, plane.columns)
+                pairs.append(StatePair(name, f"{name}.next", plane.dtype, shape, True, 2))
+    except InputError as error:
+        raise InputError(f"{prefix}: {error}") from None
+    return tuple(pairs)
+
+
+def kv_row_bytes(specs: Iterable[EngineSpec]) -> int:
+    """What one more token adds to the KV caches of these engines, each cache counted once."""
+    pairs = {pair.input: pair for spec in specs for pair in spec.states}
+    return sum(
+        pair.tensors[0].nbytes // pair.shape[pair.rows_axis]
+        for pair in pairs.values()
+        if pair.rows_axis is not None
     )
 
 

@@ -21,6 +21,7 @@ ONNX_DTYPE = {
     "fp16": ir.DataType.FLOAT16,
     "bf16": ir.DataType.BFLOAT16,
     "int32": ir.DataType.INT32,
+    "int8": ir.DataType.INT8,
 }
 NUMPY_DTYPE = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 STORED_DTYPE = {  # safetensors' names
@@ -112,7 +113,7 @@ class GraphBuilder:
         return self.Reshape(x, self.ints(*shape))
 
     def cast(self, x: ir.Value, dtype: str) -> ir.Value:
-        """`x` as fp32, fp16, bf16 or int32."""
+        """`x` as fp32, fp16, bf16, int32 or int8."""
         return self.Cast(x, to=ONNX_DTYPE[dtype].value)
 
     def fp32(self, x: ir.Value) -> ir.Value:

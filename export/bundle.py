@@ -45,6 +45,7 @@ _ELEMENT: dict[int, str] = {
     onnx.TensorProto.FLOAT16: "fp16",
     onnx.TensorProto.BFLOAT16: "bf16",
     onnx.TensorProto.INT32: "int32",
+    onnx.TensorProto.INT8: "int8",
 }
 
 

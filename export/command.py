@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.inspection import bundle_report, pair_lines
+from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import DEBUG_OUTPUTS, PROFILES, check_options
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import human_bytes
@@ -41,8 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         default=Options.dtype,
-        help="of activations and KV: fp32 runs everywhere; fp16 and bf16 need a GPU and halve "
-        "the memory of weights and KV there (fp32)",
+        help="of activations, and of KV without --kv: fp32 runs everywhere; fp16 and bf16 need a "
+        "GPU and halve the memory of weights and KV there (fp32)",
+    )
+    parser.add_argument(
+        "--kv",
+        choices=KV_TYPES,
+        help="how KV rows of trunk and draft are stored; q8_0/q5_1: keys in 8.5 bits a value and "
+        "values in 6, q8_0: both in 8.5 (as --dtype)",
     )
     parser.add_argument(
         "--profile",
@@ -121,7 +128,12 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
             "(max_position_embeddings); give at most that"
         )
     options = Options(
-        arguments.width, capacity, arguments.dtype, arguments.profile, arguments.debug
+        arguments.width,
+        capacity,
+        arguments.dtype,
+        arguments.profile,
+        arguments.debug,
+        arguments.kv,
     )
     check_options(options)
     return options
@@ -134,6 +146,7 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
         ("width", Options.width),
         ("capacity", None),
         ("dtype", Options.dtype),
+        ("kv", None),
         ("profile", Options.profile),
         ("weights", "link"),
         ("debug", ()),

@@ -54,8 +54,6 @@ def record_draft(
         low.write_rows("draft.key", key, position, rows, heads),
         low.write_rows("draft.value", value, position, rows, heads),
     )
-    g.output("draft.key.next", cache[0])
-    g.output("draft.value.next", cache[1])
 
     here = g.Add(position, row)  # int32 [1]: where the wanted row stands
     query = g.linear(g.Gather(joined, row, axis=0), f"{layer}.self_attn.q_proj.weight")

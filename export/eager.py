@@ -19,6 +19,7 @@ TORCH_TYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "int32": torch.int32,
+    "int8": torch.int8,
 }
 # Stored in fp32 and used in fp32; rounding them would move every decay.
 KEEP_FP32 = ("A_log", "linear_attn.norm.weight")

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from eagle_chain.engines.kv import names
 from eagle_chain.export.builder import GraphBuilder
+from eagle_chain.export.kv import Rows, decoded, encoded, kind_of
 
 MASKED = -1e30  # a score that softmax turns into exactly 0 in fp32
 UNIT_EPS = 1e-6  # inside the root, on the sum of squares (not the mean): qwen's l2norm
@@ -77,6 +79,10 @@ class Portable:
         """Minimum of a vector, [1]."""
         return self.g.ReduceMin(x, axes=[0], keepdims=1)
 
+    def largest(self, x: ir.Value) -> ir.Value:
+        """Maximum over the last axis, which stays with extent 1."""
+        return self.g.ReduceMax(x, axes=[-1], keepdims=1)
+
     def rms(self, x: ir.Value, eps: float) -> ir.Value:
         """`x` (fp32) over its root mean square along the last axis, fp32."""
         g = self.g
@@ -137,24 +143,45 @@ class Portable:
 
     def write_rows(
         self, cache: str, update: ir.Value, position: ir.Value, rows: int, heads: Heads
-    ) -> ir.Value:
-        """Write `update` [R, Hkv, head_dim] into the KV input `cache` [1, Hkv, T, head_dim].
+    ) -> Rows:
+        """Write `update` [R, Hkv, head_dim] into the keys or values called `cache`.
 
-        Row r goes to slot position + r. Nothing else may read the input: it can be the same buffer
-        as the output.
+        Row r goes to slot position + r of every plane of their KV type, and the outputs of these
+        are set. Nothing else may read the inputs: they can be the same buffers as the outputs.
         """
+        g = self.g
+        kind = kind_of(g.spec, cache)
+        update = g.Unsqueeze(g.Transpose(update, perm=[1, 0, 2]), g.ints(0))
+        parts = encoded(g, update, kind, (1, heads.kv, rows, heads.dim), self.largest)
+        planes = []
+        for name, part in zip(names(kind, cache), parts, strict=True):
+            planes.append(self.write_plane(name, part, position, rows, heads))
+            g.output(f"{name}.next", planes[-1])
+        return Rows(kind, tuple(planes))
+
+    def write_plane(
+        self, plane: str, update: ir.Value, position: ir.Value, rows: int, heads: Heads
+    ) -> ir.Value:
+        """The KV input `plane` [1, Hkv, T, columns] with `update` [1, Hkv, R, columns] in it."""
         g = self.g
         slots = np.zeros((1, heads.kv, rows, 3), dtype=np.int64)
         slots[..., 1] = np.arange(heads.kv)[:, None]
         slots[..., 2] = np.arange(rows)
         start = g.Mul(g.Cast(position, to=ir.DataType.INT64.value), g.ints(0, 0, 1))
-        update = g.Unsqueeze(g.Transpose(update, perm=[1, 0, 2]), g.ints(0))
-        return g.ScatterND(g.input(cache), g.Add(g.constant(slots), start), update)
+        return g.ScatterND(g.input(plane), g.Add(g.constant(slots), start), update)
+
+    def read_rows(
+        self, cache: tuple[Rows, Rows], heads: Heads, slots: int
+    ) -> tuple[ir.Value, ir.Value]:
+        """Keys and values [1, Hkv, T, head_dim] in the compute dtype."""
+        shape = (1, heads.kv, slots, heads.dim)
+        key, value = (decoded(self.g, rows, shape) for rows in cache)
+        return key, value
 
     def attention(
         self,
         query: ir.Value,
-        cache: tuple[ir.Value, ir.Value],
+        cache: tuple[Rows, Rows],
         positions: ir.Value,
         rows: int,
         heads: Heads,
@@ -162,12 +189,12 @@ class Portable:
     ) -> ir.Value:
         """Grouped attention over the whole buffer, slots past a row's position masked.
 
-        query [R, Hq, head_dim], cache = key and value [1, Hkv, T, head_dim], positions int32 [R] ->
+        query [R, Hq, head_dim], cache = keys and values of T slots, positions int32 [R] ->
         [R, Hq * head_dim]. Always T columns, so that a row's sums run in the same order wherever it
         stands. Scores and softmax in fp32.
         """
         g = self.g
-        key, value = cache
+        key, value = self.read_rows(cache, heads, slots)
         group_rows = heads.query // heads.kv * rows
         scaled = g.Mul(query, g.compute_scalar(heads.dim**-0.5))
         grouped = g.reshape(g.Transpose(scaled, perm=[1, 0, 2]), 1, heads.kv, group_rows, heads.dim)

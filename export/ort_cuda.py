@@ -72,9 +72,16 @@ class OrtCudaTrunk(TrunkGraph):
 
     low: OrtCuda
 
+    @property
+    def own_attention(self) -> bool:
+        """Whether the KV rows are such as GroupQueryAttention keeps them."""
+        return self.options.kv_type == self.options.dtype
+
     def rotary(self) -> Rotary:
         """Whole tables in the compute dtype: the attention operator picks the rows."""
         g, config = self.g, self.config
+        if not self.own_attention:
+            return super().rotary()
         cos, sin = (
             g.constant(table.astype(g.numpy_dtype))
             for table in rotary_tables(self.options.kv_rows, config.rope_theta, config.rotary_dim)
@@ -86,7 +93,9 @@ class OrtCudaTrunk(TrunkGraph):
         return self.low.add_norm(h, delta, weight, self.config.norm_eps)
 
     def full_mixer(self, x: ir.Value, i: int, rotary: Rotary) -> ir.Value:
-        """GroupQueryAttention, which rotates and writes the KV rows."""
+        """GroupQueryAttention, which rotates and writes the KV rows; `standard`'s for other KV."""
+        if not self.own_attention:
+            return super().full_mixer(x, i, rotary)
         g, low, config, width = self.g, self.low, self.config, self.width
         prefix = f"layers.{i}.self_attn"
         heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)

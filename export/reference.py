@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.export.kv_reference import Planes, decoded, encoded, planes_of
 
 Weights = Mapping[str, Tensor]
 States = dict[str, Tensor]
@@ -79,7 +80,7 @@ def trunk_step(
             old = {name: states[f"layers.{i}.{name}"] for name in LINEAR_STATES}
             mixed, new, S_rows[f"layers.{i}.S_rows"] = linear_mixer(x, layer, config, kept, old)
         else:
-            cache = (states[f"layers.{i}.key"], states[f"layers.{i}.value"])
+            cache = (planes_of(states, f"layers.{i}.key"), planes_of(states, f"layers.{i}.value"))
             mixed, new = full_mixer(x, layer, config, positions, cache)
         after |= {f"layers.{i}.{name}": state for name, state in new.items()}
         h = h + mixed
@@ -184,7 +185,7 @@ def full_mixer(
     layer: Weights,
     config: TrunkConfig,
     positions: Tensor,  # [W]
-    cache: tuple[Tensor, Tensor],  # [1, Hkv, T, head_dim] each
+    cache: tuple[Planes, Planes],  # keys and values of T slots
 ) -> tuple[Tensor, States]:
     """Attention with an output gate: y [W, H] and the cache with W more rows."""
     rows, dim, eps = x.shape[0], config.head_dim, config.norm_eps
@@ -199,7 +200,7 @@ def full_mixer(
     mixed = attend(rotate(query, *turn), cache, positions)  # [W, Hq * head_dim]
     mixed = mixed * gate.reshape(rows, -1).sigmoid()
     y = F.linear(mixed, layer["self_attn.o_proj.weight"])
-    return y, {"key": cache[0], "value": cache[1]}
+    return y, named(cache)
 
 
 def encode(weights: Weights, features: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def draft_step(
     value = F.linear(x, layer["self_attn.v_proj.weight"]).reshape(rows, -1, dim)
     positions = torch.arange(position, position + rows)
     turn = (positions, config.rope_theta, config.rotary_dim)
-    cache = (states["draft.key"], states["draft.value"])
+    cache = (planes_of(states, "draft.key"), planes_of(states, "draft.value"))
     cache = write_rows(cache, rotate(key, *turn), value, position)
     mixed = attend(rotate(query, *turn), cache, positions)
     h = g + F.linear(mixed, layer["self_attn.o_proj.weight"])
@@ -248,7 +249,7 @@ def draft_step(
         g_next=g_next,
         next_position=int32(position + row + 1),
         logits=logits,
-        states={"draft.key": cache[0], "draft.value": cache[1]},
+        states={f"draft.{name}": state for name, state in named(cache).items()},
     )
 
 
@@ -301,27 +302,41 @@ def rotate(x: Tensor, positions: Tensor, theta: float, dims: int) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
+def named(cache: tuple[Planes, Planes]) -> States:
+    """The planes of a layer by the names of its states."""
+    return {
+        f"{part}{suffix}": plane
+        for part, planes in zip(("key", "value"), cache, strict=True)
+        for suffix, plane in planes.items()
+    }
+
+
 def write_rows(
-    cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, position: int
-) -> tuple[Tensor, Tensor]:
+    cache: tuple[Planes, Planes], key: Tensor, value: Tensor, position: int
+) -> tuple[Planes, Planes]:
     """The cache with key and value [R, Hkv, head_dim] in the slots from `position` on."""
     end = position + len(key)
-    if end > cache[0].shape[2]:
-        raise IndexError(f"rows {position} to {end - 1} do not fit {cache[0].shape[2]} slots")
 
-    def write(old: Tensor, update: Tensor) -> Tensor:
-        update = update.transpose(0, 1)[None]  # [1, Hkv, R, head_dim]
-        return torch.cat([old[:, :, :position], update, old[:, :, end:]], 2)
+    def write(old: Planes, update: Tensor) -> Planes:
+        planes = {}
+        for suffix, rows in encoded(update.transpose(0, 1)[None], old).items():
+            if end > old[suffix].shape[2]:
+                slots = old[suffix].shape[2]
+                raise IndexError(f"rows {position} to {end - 1} do not fit {slots} slots")
+            before, after = old[suffix][:, :, :position], old[suffix][:, :, end:]
+            planes[suffix] = torch.cat([before, rows, after], 2)  # [1, Hkv, T, columns]
+        return planes
 
     return write(cache[0], key), write(cache[1], value)
 
 
-def attend(query: Tensor, cache: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+def attend(query: Tensor, cache: tuple[Planes, Planes], positions: Tensor) -> Tensor:
     """Grouped causal attention over the whole buffer, [R, Hq, head_dim] -> [R, Hq * head_dim].
 
     Row r sees the slots up to its position. Query head h reads KV head h // (Hq / Hkv).
     """
-    key, value = (t[0].repeat_interleave(query.shape[1] // t.shape[1], 0) for t in cache)
+    held = (decoded(planes, query.dtype)[0] for planes in cache)  # [Hkv, T, head_dim]
+    key, value = (t.repeat_interleave(query.shape[1] // len(t), 0) for t in held)
     scores = query.transpose(0, 1) @ key.mT * query.shape[-1] ** -0.5  # [Hq, R, T]
     unseen = torch.arange(key.shape[1]) > positions[:, None]
     scores = scores.masked_fill(unseen, torch.finfo(scores.dtype).min)

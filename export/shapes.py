@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import PROFILES, Weight
 from eagle_chain.engines.spec import DTYPES, Options
 from eagle_chain.export.checkpoint import draft_shapes, trunk_shapes
@@ -78,9 +79,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=5)
     parser.add_argument("--capacity", type=int, default=4096)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--kv", choices=KV_TYPES)
     parser.add_argument("--profile", choices=PROFILES, default="ort-fused")
     given = parser.parse_args()
-    options = Options(given.width, given.capacity, given.dtype, given.profile)
+    options = Options(given.width, given.capacity, given.dtype, given.profile, kv=given.kv)
     trunk, draft = configs(given.name)
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, model in build_graphs(trunk, draft, stored(trunk, draft), options).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from eagle_chain.export.kv import Rows
 from eagle_chain.export.lowering import Heads, Portable, Rotary
 
 
@@ -25,6 +26,10 @@ class Standard(Portable):
         """Minimum of a vector, [1]."""
         return self.g.ReduceMin(x, self.g.ints(0), keepdims=1)
 
+    def largest(self, x: ir.Value) -> ir.Value:
+        """Maximum over the last axis, which stays with extent 1."""
+        return self.g.ReduceMax(x, self.g.ints(-1), keepdims=1)
+
     def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
         """RMSNormalization in fp32 with one rounding at the end."""
         g = self.g
@@ -41,19 +46,20 @@ class Standard(Portable):
         turned = g.RotaryEmbedding(batch, *tables, rotary_embedding_dim=rotary.rotary_dim)
         return g.Transpose(g.Squeeze(turned, g.ints(0)), perm=[1, 0, 2])
 
-    def write_rows(
-        self, cache: str, update: ir.Value, position: ir.Value, rows: int, heads: Heads
+    def write_plane(
+        self, plane: str, update: ir.Value, position: ir.Value, rows: int, heads: Heads
     ) -> ir.Value:
-        """TensorScatter, which TensorRT turns into an update in place."""
+        """TensorScatter, which TensorRT turns into an update in place; it refuses int8."""
         g = self.g
-        update = g.Unsqueeze(g.Transpose(update, perm=[1, 0, 2]), g.ints(0))
+        if g.input(plane).dtype == ir.DataType.INT8:
+            return super().write_plane(plane, update, position, rows, heads)
         start = g.Cast(position, to=ir.DataType.INT64.value)
-        return g.TensorScatter(g.input(cache), update, start, axis=-2, mode="linear")
+        return g.TensorScatter(g.input(plane), update, start, axis=-2, mode="linear")
 
     def attention(
         self,
         query: ir.Value,
-        cache: tuple[ir.Value, ir.Value],
+        cache: tuple[Rows, Rows],
         positions: ir.Value,
         rows: int,
         heads: Heads,
@@ -66,5 +72,6 @@ class Standard(Portable):
         batch = g.Unsqueeze(g.Transpose(query, perm=[1, 0, 2]), g.ints(0))
         seen = g.LessOrEqual(g.int32(*range(slots)), g.Unsqueeze(positions, g.ints(1)))
         mask = g.reshape(seen, 1, 1, rows, slots)
-        mixed = g.Attention(batch, *cache, mask, scale=heads.dim**-0.5)
+        key, value = self.read_rows(cache, heads, slots)
+        mixed = g.Attention(batch, key, value, mask, scale=heads.dim**-0.5)
         return g.reshape(g.Transpose(mixed, perm=[0, 2, 1, 3]), rows, heads.query * heads.dim)

@@ -96,8 +96,6 @@ class TrunkGraph:
             low.write_rows(f"layers.{i}.key", key, self.position, width, heads),
             low.write_rows(f"layers.{i}.value", value, self.position, width, heads),
         )
-        g.output(f"layers.{i}.key.next", cache[0])
-        g.output(f"layers.{i}.value.next", cache[1])
         mixed = low.attention(query, cache, self.positions, width, heads, self.options.kv_rows)
         gate = g.reshape(gate, width, heads.query * heads.dim)
         return g.linear(g.Mul(mixed, g.Sigmoid(gate)), f"{prefix}.o_proj.weight")

@@ -22,6 +22,7 @@ from eagle_chain.engines.bound import read_bound
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda
+from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import PROFILES, engine_specs
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.spec import DTYPES, Options, TensorSpec
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=5, help="with --shapes: rows of a call (5)")
     parser.add_argument("--capacity", type=int, default=4096, help="with --shapes (4096)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="with --shapes (bf16)")
+    parser.add_argument("--kv", choices=KV_TYPES, help="with --shapes (as --dtype)")
     parser.add_argument(
         "--profile", choices=PROFILES, default="ort-fused", help="with --shapes (ort-fused)"
     )
@@ -147,7 +149,12 @@ def measure(
     best = min(clocks[n].median for n in ("plain", "plain, width 1") if n in clocks)
     report = {
         "engines": engines.label,
-        "options": {"width": options.width, "capacity": options.capacity, "dtype": options.dtype},
+        "options": {
+            "width": options.width,
+            "capacity": options.capacity,
+            "dtype": options.dtype,
+            "kv": options.kv_type,
+        },
         "device": memory.info.name if isinstance(memory, CudaMemory) else "cpu",
         "position": position,
         "k": k,
@@ -237,11 +244,14 @@ def _of_shapes(
     words = [
         *("--width", width, "--capacity", arguments.capacity),
         *("--dtype", arguments.dtype, "--profile", arguments.profile),
+        *(("--kv", arguments.kv) if arguments.kv else ()),
     ]
     command = [sys.executable, "-m", "eagle_chain.export.shapes", arguments.shapes]
     subprocess.run([*command, "-o", str(folder), *map(str, words)], check=True)
     described = json.loads((folder / "shapes.json").read_text())
-    options = Options(width, arguments.capacity, arguments.dtype, arguments.profile)
+    options = Options(
+        width, arguments.capacity, arguments.dtype, arguments.profile, kv=arguments.kv
+    )
     specs = engine_specs(
         TrunkConfig.from_plain(described["trunk"], "trunk"),
         DraftConfig.from_plain(described["draft"], "draft"),
@@ -281,6 +291,7 @@ def table(report: Mapping[str, Any]) -> str:
     """The report as text."""
     lines = [
         f"{report['engines']}, {report['device']}, {report['options']['dtype']}, "
+        f"KV {report['options']['kv']}, "
         f"position {report['position']}",
         "",
         f"{'part':16} {'median':>10} {'p10':>9} {'p90':>9} {'MB':>9} {'floor':>9} {'over':>6}",

@@ -19,6 +19,7 @@ NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "fp16": np.float16,
     "bf16": np.uint16,  # NumPy has no bfloat16: the bits
     "int32": np.int32,
+    "int8": np.int8,
 }
 ALIGNMENT = 256  # bytes; what TensorRT asks of a tensor address
 

@@ -13,7 +13,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.spec import TensorSpec
 
 # our name -> DLPack's (type code, bits): 0 int, 2 float, 4 bfloat
-_CODES = {"fp32": (2, 32), "fp16": (2, 16), "bf16": (4, 16), "int32": (0, 32)}
+_CODES = {"fp32": (2, 32), "fp16": (2, 16), "bf16": (4, 16), "int32": (0, 32), "int8": (0, 8)}
 _NAMES = {code: name for name, code in _CODES.items()}
 
 

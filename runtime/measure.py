@@ -144,6 +144,8 @@ def _normal(
     random: np.random.Generator, shape: Sequence[int], dtype: str, mean: float, spread: float
 ) -> NDArray[Any]:
     values = random.standard_normal(shape, np.float32) * np.float32(spread) + np.float32(mean)
+    if dtype == "int8":  # codes: every bit at random
+        return random.integers(-128, 128, shape, np.int8)
     if dtype == "bf16":
         bits: NDArray[Any] = (values.view(np.uint32) >> 16).astype(np.uint16)
         return bits

@@ -22,12 +22,14 @@ ELEMENT_TYPES: dict[str, Any] = {  # what a binding calls them: NumPy's, or ONNX
     "fp16": np.float16,
     "bf16": 16,
     "int32": np.int32,
+    "int8": np.int8,
 }
 SPEC_DTYPES = {
     "tensor(float)": "fp32",
     "tensor(float16)": "fp16",
     "tensor(bfloat16)": "bf16",
     "tensor(int32)": "int32",
+    "tensor(int8)": "int8",
 }
 
 

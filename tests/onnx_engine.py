@@ -20,6 +20,7 @@ NUMPY_TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(int32)": np.int32,
+    "tensor(int8)": np.int8,
 }
 
 

@@ -22,7 +22,12 @@ MAY_IMPORT = {  # package -> packages of ours that it may import
     "runtime": {"engines", "runtime"},
 }
 OWNERS = {  # library -> the only files that may import it, anywhere in them
-    "torch": {"export/checkpoint.py", "export/eager.py", "export/reference.py"},
+    "torch": {
+        "export/checkpoint.py",
+        "export/eager.py",
+        "export/kv_reference.py",
+        "export/reference.py",
+    },
     "onnx": {
         "engines/bound.py",
         "engines/build.py",
@@ -37,6 +42,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
         "export/builder.py",
         "export/draft.py",
         "export/fused.py",
+        "export/kv.py",
         "export/lowering.py",
         "export/ort_cuda.py",
         "export/standard.py",

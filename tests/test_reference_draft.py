@@ -183,12 +183,12 @@ MISTAKES = {
         "torch.full((rows,), position)",
     ),
     "rotary position counted from 0": (
-        "turn = (positions, config.rope_theta, config.rotary_dim)\n    cache = (states",
-        "turn = (positions - position, config.rope_theta, config.rotary_dim)\n    cache = (states",
+        "turn = (positions, config.rope_theta, config.rotary_dim)\n    cache = (pl",
+        "turn = (positions - position, config.rope_theta, config.rotary_dim)\n    cache = (pl",
     ),
     "rotary over the whole head": (
-        "turn = (positions, config.rope_theta, config.rotary_dim)\n    cache = (states",
-        "turn = (positions, config.rope_theta, dim)\n    cache = (states",
+        "turn = (positions, config.rope_theta, config.rotary_dim)\n    cache = (planes_of",
+        "turn = (positions, config.rope_theta, dim)\n    cache = (planes_of",
     ),
     "KV written one slot late": (
         "cache = write_rows(cache, rotate(key, *turn), value, position)",
