@@ -42,15 +42,17 @@ class Rotary:
 class DeltaRows:
     """What the gated delta rule reads, one entry per row, all fp32.
 
-    With Hk key heads and G value heads per key head: query and key [1, Hk, 1, dk, 1], value
-    [1, Hk, G, 1, dv], decay and beta [1, Hk, G, 1, 1].
+    Of Hv value heads, each with the query and key of its key head: `asked` [1, Hv, 2, dk] is query
+    over key, key [1, Hv, dk, 1], value [1, Hv, 1, dv]; decay, beta and query times key
+    [1, Hv, 1, 1].
     """
 
-    query: list[ir.Value]
+    asked: list[ir.Value]
     key: list[ir.Value]
     value: list[ir.Value]
     decay: list[ir.Value]
     beta: list[ir.Value]
+    overlap: list[ir.Value]
 
 
 def rotary_tables(
@@ -222,6 +224,16 @@ class Portable:
         assert total is not None, "a convolution has at least one tap"
         return self.silu(g.lower(total))
 
+    def softplus(self, x: ir.Value) -> ir.Value:
+        """log(1 + exp(x)) from primitives.
+
+        TensorRT 8.6 cannot fuse Softplus with its neighbours, and what it made of the recurrence
+        behind one was not always a number.
+        """
+        g = self.g
+        tail = g.Log(g.Add(g.scalar(1.0), g.Exp(g.Neg(g.Abs(x)))))
+        return g.Add(g.Max(x, g.scalar(0.0)), tail)
+
     def fold(
         self, S: ir.Value, log: tuple[list[ir.Value], list[ir.Value], list[ir.Value]]
     ) -> ir.Value:
@@ -234,22 +246,23 @@ class Portable:
     def delta_rule(
         self, S: ir.Value, rows: DeltaRows
     ) -> tuple[list[ir.Value], list[ir.Value], list[ir.Value]]:
-        """The gated delta rule over S [1, Hk, G, dk, dv] fp32, one row after the other.
+        """The gated delta rule over S [1, Hv, dk, dv] fp32, one row after the other.
 
-        S <- decay S; delta = beta (value - S^T key); S <- S + key delta^T; out = S^T query. Returns
-        the outputs and deltas [1, Hk, G, 1, dv] and S after every row. The two lines that change S
-        are those of `fold`, so a folded log gives the same bits.
+        S <- decay S; delta = beta (value - S^T key); S <- S + key delta^T; out = S^T query, which is
+        (decay S)^T query + (query key) delta: one product reads S for both. Returns the outputs and
+        deltas [1, Hv, 1, dv] and S after every row. The two lines that change S are those of `fold`,
+        so a folded log gives the same bits.
         """
         g = self.g
         outputs, deltas, states = [], [], []
-        for query, key, value, decay, beta in zip(
-            rows.query, rows.key, rows.value, rows.decay, rows.beta, strict=True
+        for asked, key, value, decay, beta, overlap in zip(
+            rows.asked, rows.key, rows.value, rows.decay, rows.beta, rows.overlap, strict=True
         ):
             decayed = g.Mul(S, decay)
-            recalled = g.ReduceSum(g.Mul(decayed, key), g.ints(-2), keepdims=1)
+            found, recalled = g.split(g.MatMul(asked, decayed), 2, 1, 1)
             delta = g.Mul(beta, g.Sub(value, recalled))
             S = g.Add(decayed, g.Mul(key, delta))
-            outputs.append(g.ReduceSum(g.Mul(S, query), g.ints(-2), keepdims=1))
+            outputs.append(g.Add(found, g.Mul(overlap, delta)))
             deltas.append(delta)
             states.append(S)
         return outputs, deltas, states

@@ -133,26 +133,35 @@ class TrunkGraph:
         return config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
 
     def committed_state(self, i: int) -> ir.Value:
-        """S after the rows of the last call that were kept, [1, Hk, G, dk, dv] fp32.
+        """S after the rows of the last call that were kept, [1, Hv, dk, dv] fp32.
 
         The log of rejected rows may hold anything, NaN included, hence Where and not a product.
         """
-        g, config, width = self.g, self.config, self.width
-        group = config.linear_value_heads // config.linear_key_heads
-        key_heads, dk, dv = config.linear_key_heads, config.linear_key_dim, config.linear_value_dim
+        g, width, (heads, dk, dv) = self.g, self.width, self.state_shape()
 
-        def kept_rows(name: str, otherwise: float, *shape: int) -> list[ir.Value]:
-            log = g.reshape(g.input(f"layers.{i}.{name}"), width, *shape)
-            mask = g.reshape(self.was_kept, width, *[1] * len(shape))
+        def kept_rows(log: ir.Value, otherwise: float) -> list[ir.Value]:
+            mask = g.reshape(self.was_kept, width, 1, 1, 1)
             return g.split(g.Where(mask, log, g.scalar(otherwise)), 0, *[1] * width)
 
-        log = (
-            kept_rows("log_key", 0.0, key_heads, 1, dk, 1),
-            kept_rows("log_delta", 0.0, key_heads, group, 1, dv),
-            kept_rows("log_decay", 1.0, key_heads, group, 1, 1),
+        key, delta, decay = (
+            g.input(f"layers.{i}.{name}") for name in ("log_key", "log_delta", "log_decay")
         )
-        S = g.reshape(g.input(f"layers.{i}.S"), 1, key_heads, group, dk, dv)
+        log = (
+            kept_rows(g.reshape(self.per_value_head(key), width, heads, dk, 1), 0.0),
+            kept_rows(g.reshape(delta, width, heads, 1, dv), 0.0),
+            kept_rows(g.reshape(decay, width, heads, 1, 1), 1.0),
+        )
+        S = g.reshape(g.input(f"layers.{i}.S"), 1, heads, dk, dv)
         return self.low.fold(S, log)
+
+    def per_value_head(self, x: ir.Value) -> ir.Value:
+        """[W, Hk, dk] -> [W, Hv, 1, dk]: value head h reads key head h // G."""
+        g, width, (heads, dk, _) = self.g, self.width, self.state_shape()
+        key_heads = self.config.linear_key_heads
+        x = g.reshape(x, width, key_heads, 1, dk)
+        if heads > key_heads:
+            x = g.Expand(x, g.ints(width, key_heads, heads // key_heads, dk))
+        return g.reshape(x, width, heads, 1, dk)
 
     def conv(self, x: ir.Value, i: int) -> ir.Value:
         """The causal convolution over q, k and v [W, C]; its window is a state, read at `kept`."""
@@ -173,8 +182,8 @@ class TrunkGraph:
         """
         g, low, config, width = self.g, self.low, self.config, self.width
         key_heads, dk, dv = config.linear_key_heads, config.linear_key_dim, config.linear_value_dim
-        group = config.linear_value_heads // key_heads  # value head h reads key head h // G
-        sizes = (key_heads * dk, key_heads * dk, key_heads * group * dv)
+        heads = config.linear_value_heads
+        sizes = (key_heads * dk, key_heads * dk, heads * dv)
         query, key, value = g.split(g.fp32(qkv), -1, *sizes)
         query = low.unit(g.reshape(query, width, key_heads, dk))
         query = g.Mul(query, g.scalar(dk**-0.5))
@@ -182,18 +191,21 @@ class TrunkGraph:
 
         beta = g.fp32(g.Sigmoid(g.linear(x, f"{prefix}.in_proj_b.weight")))
         a = g.fp32(g.linear(x, f"{prefix}.in_proj_a.weight"))
-        rate = g.Softplus(g.Add(a, g.weight(f"{prefix}.dt_bias", "fp32")))
+        rate = low.softplus(g.Add(a, g.weight(f"{prefix}.dt_bias", "fp32")))
         decay = g.Exp(g.Neg(g.Mul(g.Exp(g.weight(f"{prefix}.A_log", "fp32")), rate)))
 
         def rows(t: ir.Value, *shape: int) -> list[ir.Value]:
             return g.split(g.reshape(t, width, *shape), 0, *[1] * width)
 
+        query, each_key = self.per_value_head(query), self.per_value_head(key)
+        overlap = g.ReduceSum(g.Mul(query, each_key), g.ints(-1), keepdims=1)
         return DeltaRows(
-            query=rows(query, key_heads, 1, dk, 1),
-            key=rows(key, key_heads, 1, dk, 1),
-            value=rows(value, key_heads, group, 1, dv),
-            decay=rows(decay, key_heads, group, 1, 1),
-            beta=rows(beta, key_heads, group, 1, 1),
+            asked=rows(g.Concat(query, each_key, axis=2), heads, 2, dk),
+            key=rows(each_key, heads, dk, 1),
+            value=rows(value, heads, 1, dv),
+            decay=rows(decay, heads, 1, 1),
+            beta=rows(beta, heads, 1, 1),
+            overlap=rows(overlap, heads, 1, 1),
         ), key
 
     def verify(self, hidden: ir.Value) -> None:

@@ -1,10 +1,11 @@
-"""Which form of the recurrence does a TensorRT compile right? Builds the demo trunk in several.
+"""Which form of the trunk does a TensorRT compile right? Builds it in several, and compares.
 
-    python tests/gpu/trt_bisect.py OUT [variant ...]
+    python tests/gpu/trt_bisect.py prepare OUT [--only TEXT,...]     (PyTorch and onnxruntime)
+    python tests/gpu/trt_bisect.py run OUT [--only TEXT,...] [--at-once N]     (TensorRT)
 
-For each variant: export of the demo pair in fp32, build, one call on an empty cache with S_rows as
-outputs, and the first tensors that are not those of ONNX Runtime on the CPU or not finite. Needs
-TensorRT, onnx and onnx-ir, and onnxruntime or a reference saved by an earlier run (OUT/want.npz).
+A case is MODEL.FORM.DTYPE: `prepare` exports it and saves what ONNX Runtime on the CPU makes of one
+call over random states; `run` builds it in every setting of SETTINGS that suits it, each in a
+process of its own, and prints the outputs that are off and the time of a call.
 Why: TensorRT 8.6.0 on an H200 gave NaN from the second row of layer 2 on, at every optimisation
 level, where the recurrence lies inside one fused region; layers 0 and 1, whose Softplus keeps the
 recurrence outside of such a region, were right.
@@ -12,146 +13,323 @@ recurrence outside of such a region, were right.
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle_chain.engines.cli import main as command
-from eagle_chain.engines.manifest import Manifest
-from eagle_chain.export.builder import GraphBuilder
-from eagle_chain.export.lowering import DeltaRows, Portable
-from eagle_chain.runtime.buffers import HostMemory
-from eagle_chain.runtime.cache import Cache
-from eagle_chain.runtime.ort import OrtSession
-from eagle_chain.runtime.trt import open_sessions
+from eagle_chain.engines.manifest import Manifest, Plan
+from eagle_chain.engines.spec import EngineSpec, StatePair
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 IDS = (1, 200, 300, 400, 500)
-HEADS, GROUP, DIM = 2, 2, 128  # of the demo trunk's linear layers
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+
+# --- forms: methods to put in the place of those of the lowering --------------------------------
 
 
-def flat(g: GraphBuilder, x: Any, *tail: int) -> Any:
-    """[1, Hk, 1 or G, ...] -> [Hv, ...]: three axes instead of five."""
-    return g.reshape(g.Expand(x, g.ints(1, HEADS, GROUP, *tail)), HEADS * GROUP, *tail)
+def delta_rule(self: Any, S: Any, rows: Any, *, recall: Callable[..., Any]) -> Any:
+    """The delta rule over [Hv, dk, dv]; `recall(g, query, key, decayed)` -> both sums over dk.
+
+    The output is q (decayed + k delta) = q decayed + (q k) delta.
+    """
+    g = self.g
+    shapes = {pair.input.split(".")[-1]: pair.shape for pair in g.spec.states}
+    (heads, dk, dv), key_heads = shapes["S"], shapes["log_key"][1]
+    group = heads // key_heads
+
+    def flat(x: Any, *tail: int) -> Any:
+        return g.reshape(g.Expand(x, g.ints(1, key_heads, group, *tail)), heads, *tail)
+
+    S = g.reshape(S, heads, dk, dv)
+    outputs, deltas, states = [], [], []
+    for query, key, value, decay, beta in zip(
+        rows.query, rows.key, rows.value, rows.decay, rows.beta, strict=True
+    ):
+        query, key, value = flat(query, dk, 1), flat(key, dk, 1), flat(value, 1, dv)
+        decayed = g.Mul(S, flat(decay, 1, 1))
+        asked, recalled = recall(g, query, key, decayed)
+        delta = g.Mul(flat(beta, 1, 1), g.Sub(value, recalled))
+        S = g.Add(decayed, g.Mul(key, delta))
+        overlap = g.ReduceSum(g.Mul(query, key), g.ints(-2), keepdims=1)
+        out = g.Add(asked, g.Mul(overlap, delta))
+        outputs.append(g.reshape(out, 1, key_heads, group, 1, dv))
+        deltas.append(g.reshape(delta, 1, key_heads, group, 1, dv))
+        states.append(S)
+    return outputs, deltas, states
 
 
-def flat_rule(products: bool) -> Callable[..., Any]:
-    """The delta rule over [Hv, dk, dv]; `products`: sums over dk as matrix products."""
-
-    def rule(self: Portable, S: Any, rows: DeltaRows) -> Any:
-        g = self.g
-        S = g.reshape(S, HEADS * GROUP, DIM, DIM)
-        outputs, deltas, states = [], [], []
-
-        def against(x: Any, state: Any) -> Any:
-            if products:
-                return g.MatMul(g.Transpose(x, perm=[0, 2, 1]), state)
-            return g.ReduceSum(g.Mul(state, x), g.ints(-2), keepdims=1)
-
-        for query, key, value, decay, beta in zip(
-            rows.query, rows.key, rows.value, rows.decay, rows.beta, strict=True
-        ):
-            query, key = flat(g, query, DIM, 1), flat(g, key, DIM, 1)
-            value = flat(g, value, 1, DIM)
-            decayed = g.Mul(S, flat(g, decay, 1, 1))
-            delta = g.Mul(flat(g, beta, 1, 1), g.Sub(value, against(key, decayed)))
-            S = g.Add(decayed, g.Mul(key, delta))
-            outputs.append(g.reshape(against(query, S), 1, HEADS, GROUP, 1, DIM))
-            deltas.append(g.reshape(delta, 1, HEADS, GROUP, 1, DIM))
-            states.append(S)
-        return outputs, deltas, states
-
-    return rule
+def by_sums(g: Any, query: Any, key: Any, state: Any) -> Any:
+    """Two products and two sums."""
+    return tuple(g.ReduceSum(g.Mul(state, x), g.ints(-2), keepdims=1) for x in (query, key))
 
 
-def softplus(self: GraphBuilder, x: Any) -> Any:
+def by_products(g: Any, query: Any, key: Any, state: Any) -> Any:
+    """One batched matrix product [2, dk] x [dk, dv]."""
+    both = g.Transpose(g.Concat(query, key, axis=-1), perm=[0, 2, 1])
+    return g.split(g.MatMul(both, state), 1, 1, 1)
+
+
+def sums(self: Any, S: Any, rows: Any) -> Any:
+    return delta_rule(self, S, rows, recall=by_sums)
+
+
+def products(self: Any, S: Any, rows: Any) -> Any:
+    return delta_rule(self, S, rows, recall=by_products)
+
+
+def softplus(self: Any, x: Any) -> Any:
     """log(1 + exp(x)) from primitives, which stays in the region of its neighbours."""
     tail = self.Log(self.Add(self.scalar(1.0), self.Exp(self.Neg(self.Abs(x)))))
     return self.Add(self.Max(x, self.scalar(0.0)), tail)
 
 
-VARIANTS: dict[str, dict[tuple[type, str], Any]] = {
-    "as-exported": {},
-    "softplus": {(GraphBuilder, "Softplus"): softplus},
-    "flat": {(Portable, "delta_rule"): flat_rule(products=False)},
-    "products": {(Portable, "delta_rule"): flat_rule(products=True)},
-    "flat-softplus": {
-        (Portable, "delta_rule"): flat_rule(products=False),
-        (GraphBuilder, "Softplus"): softplus,
-    },
-    "products-softplus": {
-        (Portable, "delta_rule"): flat_rule(products=True),
-        (GraphBuilder, "Softplus"): softplus,
-    },
-}
+def forms() -> dict[str, dict[tuple[type, str], Any]]:
+    """Method replacements by name."""
+    from eagle_chain.export.builder import GraphBuilder
+    from eagle_chain.export.lowering import Portable
+
+    soft = {(GraphBuilder, "Softplus"): softplus}
+    return {
+        "exported": {},
+        "soft": soft,
+        "sums": {(Portable, "delta_rule"): sums},
+        "sums-soft": {(Portable, "delta_rule"): sums, **soft},
+        "products": {(Portable, "delta_rule"): products},
+        "products-soft": {(Portable, "delta_rule"): products, **soft},
+    }
 
 
-def export(folder: Path, patches: dict[tuple[type, str], Any]) -> None:
-    """Export the demo pair with some methods replaced."""
+# --- settings: what the builder is told --------------------------------------------------------
+
+
+def settings(trt: Any, name: str, config: Any) -> None:
+    """Change a builder config that the product has made."""
+    flags = trt.BuilderFlag
+    if name == "prefer":
+        config.clear_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+        config.set_flag(flags.PREFER_PRECISION_CONSTRAINTS)
+    elif name == "free":
+        config.clear_flag(flags.OBEY_PRECISION_CONSTRAINTS)
+    elif name == "sources":
+        everything = (s for s in trt.TacticSource.__members__.values())
+        config.set_tactic_sources(sum(1 << int(source) for source in everything))
+    elif name.startswith("level"):
+        config.builder_optimization_level = int(name[5:])
+
+
+SETTINGS = {"fp32": ("product",), "fp16": ("product", "prefer", "free", "level0")}
+
+
+# --- prepare ----------------------------------------------------------------------------------
+
+
+def prepare(out: Path, only: tuple[str, ...]) -> None:
+    """Export every case and save its inputs and wanted outputs."""
+    pairs = {"demo": (DEMO / "trunk", DEMO / "draft"), "delta": delta_pair(out)}
+    for model, pair in pairs.items():
+        for form, patches in forms().items():
+            for dtype in ("fp32", "fp16"):
+                case = f"{model}.{form}.{dtype}"
+                if any(text in case for text in only):
+                    export(pair, out / case, dtype, patches)
+                    save_wanted(out / case)
+                    print(case, flush=True)
+
+
+def delta_pair(out: Path) -> tuple[Path, Path]:
+    """Four linear layers of the 9B's head sizes around a tiny hidden size."""
+    from tests.toy_pair import write_pair
+
+    folder = out / "delta-pair"
+    sizes = {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention"] * 4,
+        "full_attention_interval": 8,
+    }
+    if not folder.exists():
+        write_pair(folder, layers=4, aux=[0, 1, 3], extras=False, sizes=sizes)
+    return folder / "trunk", folder / "draft"
+
+
+def export(
+    pair: tuple[Path, Path], folder: Path, dtype: str, patches: dict[tuple[type, str], Any]
+) -> None:
+    """Export a pair with some methods replaced."""
+    from eagle_chain.engines.cli import main as command
+
     held = {(owner, name): owner.__dict__.get(name) for owner, name in patches}
     for (owner, name), method in patches.items():
         setattr(owner, name, method)
     try:
-        words = ["export", str(DEMO / "trunk"), str(DEMO / "draft"), "-o", str(folder)]
-        options = ["--dtype", "fp32", "--capacity", "128", "--debug", "logits,S_rows"]
-        if command([*words, *options]) != 0:
+        aux = [] if pair[0].is_relative_to(DEMO) else ["--aux-layers", "0,1,3"]
+        words = ["export", *map(str, pair), "-o", str(folder), "--dtype", dtype, *aux]
+        if command([*words, "--capacity", "128", "--debug", "logits,S_rows"]) != 0:
             raise SystemExit("export failed")
     finally:
         for (owner, name), method in held.items():
             delattr(owner, name) if method is None else setattr(owner, name, method)
 
 
-def one_call(session: Any, memory: Any, manifest: Manifest) -> dict[str, np.ndarray[Any, Any]]:
-    """Every output of a call over IDS on an empty cache."""
-    cache = Cache(session.spec, memory, manifest.options.capacity)
-    tensors = cache.tensors(0)
+def save_wanted(folder: Path) -> None:
+    """One call over random states on ONNX Runtime, in fp32 whatever the case's dtype."""
+    from eagle_chain.runtime.buffers import HostMemory
+    from eagle_chain.runtime.ort import OrtSession
+
+    manifest = Manifest.load(folder)
+    spec, memory = manifest.specs["trunk"], HostMemory()
+    session = OrtSession(folder / "trunk.onnx", spec, memory, manifest.files, threads=2)
+    fed = random_inputs(spec)
+    np.savez(folder / "inputs.npz", **fed)
+    np.savez(folder / "wanted.npz", **run(session, memory, fed)[0])
+
+
+def random_inputs(spec: EngineSpec) -> Arrays:
+    """A call in the middle of a sequence: three rows of the last one were kept."""
+    random = np.random.default_rng(0)
+    fed: Arrays = {"ids": np.array(IDS, np.int32)}
+    fed |= {k: np.array([v], np.int32) for k, v in {"position": 20, "rows": 5, "kept": 3}.items()}
+    for pair in spec.states:
+        values = random.standard_normal(pair.shape, np.float32) * 0.1
+        if pair.input.endswith("log_decay"):
+            values = random.uniform(0.3, 1.0, pair.shape).astype(np.float32)
+        fed[pair.input] = values.astype({"fp32": np.float32, "fp16": np.float16}[pair.dtype])
+    return fed
+
+
+def run(session: Any, memory: Any, fed: Arrays) -> tuple[Arrays, Any]:
+    """Every output of one call, and the binding that ran it."""
+    spec = session.spec
+    tensors = {t.name: memory.allocate(t) for t in (*spec.inputs, *spec.outputs)}
+    for pair in spec.states:
+        tensors |= bound_pair(pair, memory)
+    for name, values in fed.items():
+        tensors[name].write(values)
     binding = session.bind(tensors)
-    cache.feed(IDS)
     binding.run()
-    return {t.name: tensors[t.name].read() for t in session.spec.all_outputs}
+    return {t.name: tensors[t.name].read() for t in spec.all_outputs}, binding
 
 
-def wanted(folder: Path, out: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The same call on ONNX Runtime, or what an earlier run saved of it."""
-    saved = out / "want.npz"
-    if not saved.is_file():
-        manifest, memory = Manifest.load(folder), HostMemory()
-        spec = manifest.specs["trunk"]
-        session = OrtSession(folder / "trunk.onnx", spec, memory, manifest.files, threads=1)
-        np.savez(saved, **one_call(session, memory, manifest))
-    return dict(np.load(saved))
+def bound_pair(pair: StatePair, memory: Any) -> dict[str, Any]:
+    """Buffers of a state."""
+    first = memory.allocate(pair.tensors[0])
+    return {
+        pair.input: first,
+        pair.output: first if pair.in_place else memory.allocate(pair.tensors[1]),
+    }
 
 
-def compare(got: dict[str, np.ndarray[Any, Any]], want: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Print the outputs that differ, in graph order."""
-    wrong = 0
-    for name, right in want.items():
-        here = got[name].astype(np.float64)
+# --- run ----------------------------------------------------------------------------------------
+
+
+def run_all(out: Path, only: tuple[str, ...], at_once: int) -> None:
+    """Every case in every setting that suits it, a few processes at a time."""
+    waiting = [
+        f"{folder.name}.{setting}"
+        for folder in sorted(out.iterdir())
+        if (folder / "wanted.npz").exists()
+        for setting in SETTINGS[folder.name.split(".")[-1]]
+    ]
+    waiting = [name for name in waiting if any(text in name for text in only)]
+    running: dict[str, subprocess.Popen[str]] = {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name = waiting.pop(0)
+            words = [sys.executable, __file__, "one", str(out), "--only", name]
+            pipe = subprocess.PIPE
+            running[name] = subprocess.Popen(
+                words, stdout=pipe, stderr=subprocess.STDOUT, text=True
+            )
+        for name, process in list(running.items()):
+            if process.poll() is not None:
+                assert process.stdout is not None
+                print("\n".join(process.stdout.read().splitlines()[-12:]), flush=True)
+                del running[name]
+        time.sleep(0.2)
+
+
+def build_and_compare(out: Path, name: str) -> None:
+    """Build one case in one setting, run it and print what is off."""
+    from eagle_chain.engines.compiler import Compiler, Job, Request
+    from eagle_chain.engines.flavours import load_flavour
+    from eagle_chain.engines.graphs import bound_graph, load_graph
+    from eagle_chain.runtime.cuda import CudaMemory
+    from eagle_chain.runtime.measure import clock
+    from eagle_chain.runtime.trt import TrtEngine, TrtSession
+    from eagle_chain.runtime.weights import upload
+
+    case, setting = name.rsplit(".", 1)
+    folder, flavour = out / case, load_flavour("tensorrt")
+    manifest = Manifest.load(folder)
+    spec = manifest.specs["trunk"]
+    bound, weights = bound_graph(load_graph(folder, "trunk"), spec, manifest.options.dtype)
+    graph, plan = folder / f"{setting}.onnx", folder / f"{setting}.plan"
+    graph.write_bytes(bound.SerializeToString())
+    job = Job("trunk", str(graph), str(plan), (*spec.all_inputs, *weights), spec.all_outputs)
+
+    class Told(Compiler):
+        def _config(self, job: Job, network: Any) -> Any:
+            config = super()._config(job, network)
+            settings(flavour.trt, setting, config)
+            return config
+
+    start = time.monotonic()
+    Told(Request("tensorrt", (job,)), flavour, lambda message: None).compile(job)
+    built = time.monotonic() - start
+    memory = CudaMemory()
+    digest = hashlib.sha256(plan.read_bytes()).hexdigest()
+    about = Plan(digest, "tensorrt", flavour.version, "", "", "", "bound", ())
+    engine = TrtEngine(flavour, plan, about, spec, "trt_bisect.py")
+    uploaded = upload(folder, manifest.weights, engine.weights, memory)
+    engine.bound = {t.name: uploaded[t] for t in engine.weights}
+    got, binding = run(TrtSession(engine, memory), memory, dict(np.load(folder / "inputs.npz")))
+    off = compare(got, dict(np.load(folder / "wanted.npz")), 1e-3 if "fp32" in case else 3e-2)
+    took = clock(memory, binding.run, 40).median
+    print(f"{name}: built in {built:.0f} s, {took * 1e3:.0f} us a call, {len(off)} outputs off")
+    print("\n".join(f"    {line}" for line in off[:6]))
+
+
+def compare(got: Arrays, wanted: Arrays, tolerance: float) -> list[str]:
+    """The outputs that differ, in graph order."""
+    off = []
+    for name, right in wanted.items():
+        here, right = got[name].astype(np.float64), right.astype(np.float64)
         gap = np.abs(here - right).max() / max(float(np.abs(right).max()), 1e-6)
-        if not gap < 1e-3:
+        if not gap < tolerance:
             rows = np.flatnonzero(~np.isfinite(here.reshape(here.shape[0], -1)).all(1)).tolist()
-            print(f"    {name}: off by {gap:.1e}; leading indices not finite: {rows[:8]}")
-            wrong += 1
-    print(f"    {wrong} of {len(want)} outputs wrong", flush=True)
+            off.append(f"{name}: off by {gap:.1e}; leading indices not finite: {rows[:8]}")
+    return off
 
 
-def main(words: list[str]) -> None:
-    """Run the variants asked for, all of them by default."""
-    out = Path(words[0]).resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    for name in words[1:] or VARIANTS:
-        folder = out / name
-        export(folder, VARIANTS[name])
-        print(f"{name}:", flush=True)
-        want = wanted(folder, out)
-        if command(["build", str(folder), "--level", "0"]) == 0:
-            manifest = Manifest.load(folder)
-            memory, sessions = open_sessions(folder, manifest, "tensorrt", graphs=False)
-            compare(one_call(sessions["trunk"], memory, manifest), want)
+def main(words: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verb", choices=("prepare", "run", "one"))
+    parser.add_argument("out", type=lambda text: Path(text).resolve())
+    parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default=("",))
+    parser.add_argument("--at-once", type=int, default=min(12, os.cpu_count() or 1))
+    arguments = parser.parse_args(words if words is None else list(words))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.verb == "prepare":
+        prepare(arguments.out, arguments.only)
+    elif arguments.verb == "run":
+        run_all(arguments.out, arguments.only, arguments.at_once)
+    else:
+        try:
+            build_and_compare(arguments.out, arguments.only[0])
+        except Exception as error:
+            print(f"{arguments.only[0]}: {json.dumps(f'{type(error).__name__}: {error}')[:700]}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
