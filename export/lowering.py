@@ -248,10 +248,10 @@ class Portable:
     ) -> tuple[list[ir.Value], list[ir.Value], list[ir.Value]]:
         """The gated delta rule over S [1, Hv, dk, dv] fp32, one row after the other.
 
-        S <- decay S; delta = beta (value - S^T key); S <- S + key delta^T; out = S^T query, which is
-        (decay S)^T query + (query key) delta: one product reads S for both. Returns the outputs and
-        deltas [1, Hv, 1, dv] and S after every row. The two lines that change S are those of `fold`,
-        so a folded log gives the same bits.
+        S <- decay S; delta = beta (value - S^T key); S <- S + key delta^T; out = S^T query, which
+        is (decay S)^T query + (query key) delta: one product reads S for both. Returns the outputs
+        and deltas [1, Hv, 1, dv] and S after every row. The two lines that change S are those of
+        `fold`, so a folded log gives the same bits.
         """
         g = self.g
         outputs, deltas, states = [], [], []

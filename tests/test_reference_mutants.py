@@ -105,8 +105,8 @@ MATHS = {
         "angle = (positions + 1).to(f32)",
     ),
     "KV heads tiled, not grouped": (
-        "t[0].repeat_interleave(query.shape[1] // t.shape[1], 0)",
-        "t[0].repeat(query.shape[1] // t.shape[1], 1, 1)",
+        "t.repeat_interleave(query.shape[1] // len(t), 0)",
+        "t.repeat(query.shape[1] // len(t), 1, 1)",
     ),
     "scale of attention left out": ("key.mT * query.shape[-1] ** -0.5", "key.mT"),
     "scale of attention from the hidden size": (
