@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from eagle_chain.engines.compiler import Job, Request
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         flavour.refuse_baked({weight.dtype for weight in manifest.weights.values()})
     recipe = Recipe(_target(arguments, flavour), arguments.weights, _options(arguments))
     report = {"target": asdict(recipe.target), "weights": recipe.weights, "built": False}
-    if not arguments.force and is_built(folder, manifest, recipe):
+    if not arguments.force and built_plans(folder, manifest, recipe):
         print(f"{folder}: the plans for {recipe.target} are up to date; --force builds them again")
         return Outcome({**report, "plans": _listing(folder, manifest, recipe)})
 
@@ -107,10 +108,10 @@ def run(arguments: argparse.Namespace) -> Outcome:
         print(f"would write {folder / recipe.target.folder}")
         return Outcome({**report, "plans": []})
     with locked(Path(os.path.realpath(folder))):
-        jobs = _build(folder, manifest, engines, recipe, arguments)
-    built = Manifest.load(folder)
-    plans = _listing(folder, built, recipe)
-    print(f"wrote    {folder / recipe.target.folder}")
+        manifest = _unchanged(folder, manifest)
+        place, jobs = _build(folder, manifest, engines, recipe, arguments)
+    plans = _listing(folder, Manifest.load(folder), recipe)
+    print(f"wrote    {folder / place}")
     return Outcome({**report, "built": True, "jobs": jobs, "plans": plans})
 
 
@@ -121,10 +122,6 @@ class Recipe:
     target: Target
     weights: str  # bound or baked
     options: tuple[str, ...]  # of the builder, as typed
-
-    def file(self, engine: str) -> str:
-        """The plan of an engine, as the manifest names it."""
-        return f"{self.target.folder}/{engine}.plan"
 
     def plan(self, manifest: Manifest, engine: str, sha256: str) -> Plan:
         """The manifest's entry for a plan made by this recipe."""
@@ -149,16 +146,16 @@ class Engine:
     weights: list[TensorSpec]
 
 
-def is_built(folder: Path, manifest: Manifest, recipe: Recipe) -> bool:
-    """Whether every plan is there, unchanged, and made by this recipe."""
-    for engine in manifest.specs:
-        name = recipe.file(engine)
-        plan = manifest.plans.get(name)
-        if plan is None or plan != recipe.plan(manifest, engine, plan.sha256):
-            return False
-        if not (folder / name).is_file() or file_hash(folder / name) != plan.sha256:
-            return False
-    return True
+def built_plans(folder: Path, manifest: Manifest, recipe: Recipe) -> list[str]:
+    """The plan of every engine, if all are there, unchanged, and made by this recipe."""
+    found = {}
+    for name, plan in manifest.plans.items():
+        engine = PurePosixPath(name).stem
+        if engine not in manifest.specs or plan != recipe.plan(manifest, engine, plan.sha256):
+            continue
+        if (folder / name).is_file() and file_hash(folder / name) == plan.sha256:
+            found[engine] = name
+    return [found[engine] for engine in manifest.specs] if len(found) == len(manifest.specs) else []
 
 
 def _engines(folder: Path, manifest: Manifest, weights: str) -> dict[str, Engine]:
@@ -208,10 +205,16 @@ def _build(
     engines: dict[str, Engine],
     recipe: Recipe,
     arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    """Compile everything beside the bundle's plans, then let it take their place at once."""
+) -> tuple[str, dict[str, Any]]:
+    """Compile everything into a folder that no plan is in yet; then the manifest changes over.
+
+    The manifest is the one place that says which plans count, so that there is no moment in which
+    plans and hashes do not belong together.
+    """
     target = recipe.target
-    final = Path(os.path.realpath(folder), target.folder)
+    _check_inside(folder)
+    place, others = _places(folder, manifest, target)
+    final = Path(os.path.realpath(folder), place)
     request = Request(
         target.flavour,
         (),
@@ -219,9 +222,9 @@ def _build(
         arguments.device,
         arguments.level,
         arguments.workspace,
-        str(final.with_name(f"{final.name}.timing.cache")),
+        str(final.with_name(f"{Path(target.folder).name}.timing.cache")),
     )
-    digests = {}
+    plans = {n: p for n, p in manifest.plans.items() if str(PurePosixPath(n).parent) not in others}
     with staged(final, lambda there: None) as staging:
         jobs = []
         for name, engine in engines.items():
@@ -236,17 +239,52 @@ def _build(
             jobs.append(Job(name, path, plan, inputs, spec.all_outputs))
         reports = compile_all(replace(request, jobs=tuple(jobs)), staging)
         for job in jobs:
-            digests[job.name] = file_hash(Path(job.plan))
+            digest = file_hash(Path(job.plan))
+            plans[f"{place}/{job.name}.plan"] = recipe.plan(manifest, job.name, digest)
             Path(staging / f".{job.name}.onnx").unlink(missing_ok=True)
-    plans = {n: p for n, p in manifest.plans.items() if not n.startswith(f"{target.folder}/")}
-    for name, digest in digests.items():
-        plans[recipe.file(name)] = recipe.plan(manifest, name, digest)
-    replace(manifest, plans=plans).save(folder)
-    return reports
+    try:
+        replace(manifest, plans=plans).save(folder)
+    except OSError as error:
+        shutil.rmtree(final, ignore_errors=True)
+        raise InputError(
+            f"{folder}: the manifest cannot be written ({error.strerror}); the plans are as before"
+        ) from None
+    for other in others:
+        shutil.rmtree(folder / other, ignore_errors=True)
+    return place, reports
+
+
+def _unchanged(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest as it is now that nobody else writes it: another build may have added plans."""
+    now = Manifest.load(folder)
+    if replace(now, plans={}) != replace(manifest, plans={}):
+        raise InputError(f"{folder}: was exported again in the meantime; build it again")
+    return now
+
+
+def _check_inside(folder: Path) -> None:
+    """Refuse a bundle whose folder of plans is a link to somewhere else, as ours never is."""
+    inside, found = os.path.join(os.path.realpath(folder), PLANS), os.path.realpath(folder / PLANS)
+    if found != inside:
+        raise InputError(
+            f"{folder / PLANS}: leads to {found}, out of the bundle, and plans are written there; "
+            "remove the link"
+        )
+
+
+def _places(folder: Path, manifest: Manifest, target: Target) -> tuple[str, list[str]]:
+    """The folder for new plans, and the folders of a target whose plans they replace.
+
+    Two names take turns: the one that the manifest names may be in use until it names the other.
+    """
+    names = [target.folder, f"{target.folder}~"]
+    used = {str(PurePosixPath(name).parent) for name in manifest.plans}
+    place = next(name for name in names if name not in used or name == names[-1])
+    return place, [name for name in names if name != place]
 
 
 def _listing(folder: Path, manifest: Manifest, recipe: Recipe) -> list[dict[str, Any]]:
-    names = [recipe.file(engine) for engine in manifest.specs]
+    names = built_plans(folder, manifest, recipe)
     return [{"file": name, "bytes": (folder / name).stat().st_size} for name in names]
 
 

@@ -17,12 +17,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import EXTRAS, install
 from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.version import VERSION
 
 COMMANDS = {
     "demo": ("eagle_chain.runtime.demo", "run the shipped pair on this machine"),
@@ -90,6 +90,8 @@ def _run(words: list[str]) -> int:
         if error.filename is None:  # the output is full, or a bug
             raise
         return _fail(f"{error.filename}: {error.strerror}", 2, as_json)
+    except MemoryError:
+        return _fail("there is not enough memory for this: free some of it first", 2, as_json)
     except Exception as error:
         if as_json:
             print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
@@ -139,7 +141,7 @@ def _top_level(words: list[str]) -> Outcome:
 
 
 def _version() -> str:
-    return f"eagle-chain {metadata.version('eagle-chain')}"
+    return f"eagle-chain {VERSION}"
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:

@@ -8,6 +8,7 @@ business of the command that asked.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -16,11 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.files import read_plain
 from eagle_chain.engines.flavours import Flavour, dtype_names, load_flavour, logger
 from eagle_chain.engines.gpu import cuda_runtime
 from eagle_chain.engines.plans import LAYERS
@@ -28,7 +31,9 @@ from eagle_chain.engines.spec import TensorSpec
 
 Send = Callable[[dict[str, Any]], None]
 IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs by name
+_PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_MESSAGES = 0.1
+LARGEST_CACHE = 1 << 30  # bytes of a timing cache; those of a 9B have a few MB
 WEAK_LEVEL = 2  # of 8.6: higher levels take many times longer for plans that are no faster
 
 
@@ -185,7 +190,12 @@ class Compiler:
 
     def _load_timing_cache(self, config: Any) -> None:
         path = self.request.timing_cache
-        stored = Path(path).read_bytes() if path and Path(path).is_file() else b""
+        stored = b""
+        if path and os.path.lexists(path):
+            try:
+                stored = read_plain(path, LARGEST_CACHE)
+            except OSError as error:
+                self.send({"warning": f"{path}: cannot be read ({error.strerror}); ignored"})
         self.log.errors.clear()
         cache = config.create_timing_cache(stored)
         if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
@@ -198,7 +208,7 @@ class Compiler:
         cache = None if path is None or self.flavour.ahead_of_time else config.get_timing_cache()
         if path is None or cache is None:
             return
-        temporary = f"{path}.{os.getpid()}"
+        temporary = f"{path}.partial"  # of a killed process: overwritten by the next
         Path(temporary).write_bytes(memoryview(cache.serialize()))
         os.replace(temporary, path)
 
@@ -315,6 +325,8 @@ def _monitor(trt: Any, send: Send) -> Any:
 
 def _die_with(parent: int) -> None:
     """End this process when the one that started it is gone."""
+    with suppress(OSError, AttributeError):  # Linux does it at once, inside a call of TensorRT too
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -341,6 +353,10 @@ def main(request_path: str, descriptor: str) -> int:
                 send({"report": compiler.compile(job)})
         except InputError as error:
             send({"error": str(error)})
+            return 2
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            send({"error": f"{where}{error.strerror}"})
             return 2
     return 0
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
-
-LARGEST_JSON = 64 << 20  # bytes; the index of a large checkpoint has a few megabytes
+from eagle_chain.engines.files import read_plain
 
 Place = tuple[str, Mapping[str, Any]]  # an object in the file and the prefix that names it
 
@@ -25,14 +24,14 @@ def read_json(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     again = "restore or download the file again"
     try:
-        size = path.stat().st_size
-        if size > LARGEST_JSON:
-            raise InputError(f"{path}: {size} bytes, wanted at most {LARGEST_JSON}; {again}")
-        text = path.read_text(encoding="utf-8")
+        content = read_plain(path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; is the folder a whole checkpoint?") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {again}") from None
+    size = len(content)
+    try:
+        text = content.decode("utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8 text, {size} bytes; {again}") from None
     try:

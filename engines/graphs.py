@@ -20,7 +20,11 @@ def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
     """One graph of a bundle, its weights left where they are."""
     import onnx
 
-    model = onnx.load(str(folder / f"{engine}.onnx"), load_external_data=False)
+    path = folder / f"{engine}.onnx"
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf has an exception of its own in every version
+        raise InputError(f"{path}: not an ONNX graph ({error}); export the bundle again") from None
     for node in model.graph.node:
         if node.domain not in ("", "ai.onnx"):
             raise InputError(

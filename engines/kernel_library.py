@@ -15,6 +15,24 @@ SOURCE = "library.cu"
 SHARED = ("-std=c++17", "-O3", "-shared")
 
 
+def cache_folder() -> Path:
+    """Where libraries of this user are kept: never in a bundle, whose files may be anybody's.
+
+    Raises:
+        InputError: The folder is somebody else's, or others may write into it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "eagle-chain"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise InputError(
+            f"{folder}: others may write into it, and compiled kernels are loaded from there; "
+            f"run chmod 700 on it, or set XDG_CACHE_HOME to a folder of your own"
+        )
+    return folder
+
+
 def source_hash() -> str:
     """SHA-256 over all sources, by name."""
     digest = hashlib.sha256()
@@ -35,6 +53,8 @@ def build_cuda(folder: Path, compute_capability: str) -> Path:
     """
     architecture = f"sm_{compute_capability.replace('.', '')}"
     target = folder / f"libeagle_chain-{architecture}-{source_hash()[:16]}.so"
+    if target.exists():
+        return target
     flags = (f"-arch={architecture}", "-Xcompiler", "-fPIC,-fvisibility=hidden")
     compiler = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if compiler is None:

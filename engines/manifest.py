@@ -20,6 +20,7 @@ from typing import Any
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import parse_json
+from eagle_chain.engines.files import open_plain, read_plain
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.spec import (
     DTYPES,
@@ -35,6 +36,7 @@ from eagle_chain.engines.strict_json import decode, dumps, encode, listed, shown
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+HALF_WRITTEN = f".{MANIFEST}.partial"  # what a killed process leaves of one
 PROFILES = ("portable", "standard", "ort-cuda", "ort-fused")
 DEBUG_OUTPUTS = ("logits", "S_rows")
 PREFILL_STEP = 32  # rows of the smallest chunk of the delta rule
@@ -128,9 +130,12 @@ class Manifest:
         return self.draft.aux_layers if self.draft else ()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `manifest.json`; same manifest, same bytes; a kill leaves the old file."""
+        """Write `manifest.json`; same manifest, same bytes; a kill leaves the old file.
+
+        What a killed process left half written is overwritten by the next: one writes at a time.
+        """
         path = Path(folder, MANIFEST)
-        temporary = path.with_name(f"{MANIFEST}.{os.getpid()}")
+        temporary = path.with_name(HALF_WRITTEN)
         try:
             with open(temporary, "w", encoding="utf-8") as stream:
                 stream.write(dumps(encode(self)))
@@ -161,7 +166,7 @@ class Manifest:
 def file_hash(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
     """SHA-256 of a file; `progress` gets the bytes of each block."""
     digest = hashlib.sha256()
-    with open(path, "rb") as stream:
+    with open_plain(path) as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
             progress(len(block))
@@ -170,13 +175,15 @@ def file_hash(path: Path, progress: Callable[[int], None] = lambda count: None) 
 
 def sample_hash(path: Path) -> str:
     """SHA-256 of a safetensors header and of the first and last 64 KiB of the data after it."""
-    size = path.stat().st_size
-    with open(path, "rb") as stream:
+    with open_plain(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = stream.read(8)
         data = min(8 + int.from_bytes(length, "little"), size)
         digest = hashlib.sha256(length)
-        digest.update(stream.read(max(data - 8, 0)))
-        digest.update(stream.read(_EDGE))
+        left = max(data - 8, 0) + _EDGE  # a header may declare any length: never held whole
+        while left and (block := stream.read(min(left, _BLOCK))):
+            digest.update(block)
+            left -= len(block)
         stream.seek(max(data, size - _EDGE))
         digest.update(stream.read(_EDGE))
     return digest.hexdigest()
@@ -257,7 +264,7 @@ def _parse(folder: Path) -> Manifest:
     if not path.is_file():
         raise InputError(f"{folder}: has no {MANIFEST}, so it is not a bundle; {again}")
     try:
-        data = parse_json(path.read_bytes().decode("utf-8"))
+        data = parse_json(read_plain(path).decode("utf-8"))
         return _checked(data)
     except InputError as error:
         raise InputError(f"{path}: {error}; {again}") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.files import read_plain
 from eagle_chain.engines.flavours import RTX, Flavour
 from eagle_chain.engines.gpu import Device
 from eagle_chain.engines.manifest import Manifest, Plan, file_hash
@@ -148,12 +149,17 @@ def plan_report(folder: Path, name: str, plan: Plan) -> dict[str, Any]:
 
 def layer_dtypes(path: Path) -> dict[str, int]:
     """How many layers of a plan write which dtypes, from TensorRT's inspector; {} if it was not."""
-    if not path.is_file():
+    try:
+        data = json.loads(read_plain(path), strict=False)  # TensorRT escapes nothing
+    except (OSError, ValueError, RecursionError):  # not there, or no report of TensorRT's
         return {}
-    text = path.read_text(encoding="utf-8")
-    layers = json.loads(text, strict=False).get("Layers", [])  # TensorRT escapes nothing
-    outputs = (layer.get("Outputs", []) if isinstance(layer, dict) else [] for layer in layers)
-    return dict(Counter(" + ".join(sorted(set(map(_dtype, row)))) or "none" for row in outputs))
+    layers = data.get("Layers") if isinstance(data, dict) else None
+    counts: Counter[str] = Counter()
+    for layer in layers if isinstance(layers, list) else []:
+        outputs = layer.get("Outputs") if isinstance(layer, dict) else None
+        rows = outputs if isinstance(outputs, list) else []
+        counts[" + ".join(sorted({_dtype(row) for row in rows if isinstance(row, dict)}))] += 1
+    return {dtypes or "none": count for dtypes, count in counts.items()}
 
 
 def _dtype(output: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from eagle_chain.engines.child import module_command, module_environment
 from eagle_chain.engines.compiler import Request
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import human_bytes, phases
@@ -60,12 +61,11 @@ def _started(
 ) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO]]:
     """The compiler process and the pipe it writes to; it does not outlive the block."""
     reader, writer = os.pipe()
-    path = os.pathsep.join(entry for entry in sys.path if os.path.isabs(entry))
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "eagle_chain.engines.compiler", request_file.name, str(writer)],
-            cwd=request_file.parent,  # nothing there can pass for a Python module
-            env={**os.environ, "PYTHONPATH": path},
+            module_command("eagle_chain.engines.compiler", request_file.name, str(writer)),
+            cwd=request_file.parent,
+            env=module_environment(),
             pass_fds=(writer,),
             stdin=subprocess.DEVNULL,
             stdout=log,

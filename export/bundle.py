@@ -8,7 +8,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -17,6 +16,7 @@ from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import (
+    HALF_WRITTEN,
     MANIFEST,
     Manifest,
     Weight,
@@ -28,6 +28,7 @@ from eagle_chain.engines.manifest import (
 from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.engines.staging import staged
+from eagle_chain.engines.version import library_version
 from eagle_chain.export.checkpoint import Checkpoint
 from eagle_chain.export.graph import STANDARD_PROFILES, build_graphs
 
@@ -104,7 +105,7 @@ def write_bundle(
             files=files,
             weights=table,
             ignored=dict(Counter(pair.trunk.ignored) + Counter(pair.draft.ignored)),
-            made_with={name: metadata.version(name) for name in LIBRARIES},
+            made_with={name: library_version(name) for name in LIBRARIES},
             arguments=arguments,
         )
         manifest.save(folder)
@@ -158,7 +159,7 @@ def _check_replaceable(target: Path) -> None:
     if not target.is_dir():
         raise InputError(f"{target}: is a file, expected a folder; choose another name")
     names = sorted(os.listdir(target))
-    known = {MANIFEST, "weights", "tokenizer", "plans"}
+    known = {MANIFEST, HALF_WRITTEN, "weights", "tokenizer", "plans"}
     foreign = [name for name in names if name not in known and not name.endswith(".onnx")]
     if names and (foreign or MANIFEST not in names):
         shown = ", ".join((foreign or names)[:3])

@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import is_integer, parse_json, raise_all, read_json, show
+from eagle_chain.engines.files import open_plain
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -37,6 +39,7 @@ ITEM_BYTES = {
 INDEX = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 LARGEST_EXTENT = 1 << 40
+SHOWN = 10  # missing files in an error
 AGAIN = "the file is damaged or incomplete: download it again"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 
@@ -110,8 +113,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         InputError: The file is not a complete safetensors file; says what it declares and has.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_plain(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             declared = int.from_bytes(start, "little")
             text = stream.read(min(declared, LARGEST_HEADER))
@@ -243,15 +246,21 @@ def _is_plain(name: Any) -> bool:
 
 def _refuse_missing_shards(folder: Path, present: list[str]) -> None:
     """Numbered files without an index must at least be all there."""
-    parts = [re.fullmatch(r"(.*)-(\d+)-of-(\d+)\.safetensors", name) for name in present]
-    for part in filter(None, parts):
-        stem, digits, total = part[1], len(part[2]), part[3]
-        names = [f"{stem}-{i:0{digits}}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
-        missing = [name for name in names if name not in present]
-        if missing:
+    parts: dict[tuple[str, str, int], set[int]] = {}  # stem, total and digits as written -> numbers
+    for name in present:
+        if part := re.fullmatch(r"(.*)-([0-9]+)-of-([0-9]+)\.safetensors", name):
+            parts.setdefault((part[1], part[3], len(part[2])), set()).add(int(part[2]))
+    for (stem, written, digits), found in parts.items():
+        total = int(written)  # of any size: nothing here may take as long as it says
+        count = total - sum(1 <= number <= total for number in found)
+        if count:
+            absent = (i for i in range(1, total + 1) if i not in found)
+            shown = [
+                f"{stem}-{i:0{digits}}-of-{written}.safetensors" for i in islice(absent, SHOWN)
+            ]
             raise InputError(
-                f"{folder}: {len(missing)} of {int(total)} files are missing: "
-                f"{', '.join(missing[:10])}; incomplete download?"
+                f"{folder}: {count} of {total} files are missing: {', '.join(shown)}"
+                f"{' ...' if count > SHOWN else ''}; incomplete download?"
             )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from eagle_chain.engines.bound import read_bound
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.kernel_library import build_cuda
+from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import PROFILES, engine_specs
 from eagle_chain.engines.outcome import Outcome
@@ -259,7 +259,7 @@ def _of_shapes(
     )
     library = None
     if arguments.profile == "ort-fused":
-        library = build_cuda(Path(tempfile.gettempdir()), memory.info.compute_capability)
+        library = build_cuda(cache_folder(), memory.info.compute_capability)
     sessions = {}
     for name, spec in specs.items() if shared is None else [("trunk", specs["trunk"])]:
         model = read_bound(folder / f"{name}.onnx", arguments.dtype)

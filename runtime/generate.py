@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.files import read_bounded
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime.answer import answer, printable
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTERS, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
+
+LARGEST_PROMPT = 16 << 20  # bytes: more tokens than any trunk has positions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +113,8 @@ def _prompt(text: str | None, file: Path | None) -> str:
         raise InputError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in")
     where = "standard input" if file is None else str(file)
     try:
-        content = sys.stdin.buffer.read() if file is None else file.read_bytes()
-        text = content.decode("utf-8")
+        with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as stream:
+            text = read_bounded(cast(BinaryIO, stream), where, LARGEST_PROMPT).decode("utf-8")
         return text.removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise InputError(f"{where}: cannot be read ({error.strerror})") from None

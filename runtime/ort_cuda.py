@@ -15,7 +15,7 @@ import numpy as np
 from eagle_chain.engines.bound import read_bound
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.kernel_library import build_cuda
+from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.manifest import Manifest, Weight
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
@@ -24,7 +24,6 @@ from eagle_chain.runtime.ort import ELEMENT_TYPES, SPEC_DTYPES, onnxruntime
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import blocks, converted, upload
 
-LIBRARIES = "plans"  # folder of a bundle for what is compiled for one GPU
 WARM_UP = 2  # plain runs before a capture: ONNX Runtime allocates and picks algorithms in them
 
 
@@ -147,7 +146,7 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
     memory = CudaMemory()
     library = None
     if manifest.options.profile == "ort-fused":
-        library = build_cuda(folder / LIBRARIES, memory.info.compute_capability)
+        library = build_cuda(cache_folder(), memory.info.compute_capability)
     sessions = {}
     for name, spec in manifest.specs.items():
         model = read_bound(folder / f"{name}.onnx", manifest.options.dtype)

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.files import read_bounded
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 FIELDS = ("text", "t")  # of a line of JSON lines, the first that is there
@@ -35,7 +36,8 @@ def read_text(path: Path) -> TextFile:
         InputError: It cannot be read, is not UTF-8, has a line that is no such object, or no text.
     """
     try:
-        content = path.read_bytes()
+        with open(path, "rb") as stream:
+            content = read_bounded(stream, str(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     try:

@@ -1,16 +1,18 @@
-"""Text to ids and back: the `tokenizers` library, text that streams, sandboxed chat templates."""
+"""Text to ids and back: the `tokenizers` library, text that streams, chat templates."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.files import read_plain
 from eagle_chain.engines.manifest import MANIFEST
+from eagle_chain.runtime.chat import render
 
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 HELD = 32  # tokens after which broken text is let through: it will not become whole any more
@@ -37,10 +39,8 @@ class Tokenizer:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise InputError(f"{path}: no such file; give token ids, or a bundle with a tokenizer")
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise InputError(f"{path}: not a tokenizer that can be read: {error}") from error
+        with _library_errors(f"{path}: not a tokenizer that can be read"):
+            self._backend = Backend.from_buffer(read_plain(path))
         self._config = _config(self.folder)
         self.stop_ids = stop_token_ids(self.folder)
 
@@ -58,7 +58,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of the ids; `special` shows special tokens."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
+        with _library_errors(f"{self.folder}: the tokenizer cannot decode these ids"):
+            return str(self._backend.decode(list(ids), skip_special_tokens=not special))
 
     def stream(self, *, special: bool = False) -> TextStream:
         """Start a text that arrives token by token."""
@@ -78,35 +79,28 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The conversation as the template writes it; arguments and errors as in `encode_chat`."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         source = self._template()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         tokens = {name: _text_of(self._config.get(name)) or "" for name in names}
         given = {"messages": list(messages), "add_generation_prompt": True, **tokens, **variables}
         try:
-            return environment.from_string(source).render(**given)
-        except Exception as error:  # a template may do anything that an expression can
-            raise InputError(f"{self.folder}: the chat template failed: {error}") from error
+            return render(source, given)
+        except InputError as error:
+            raise InputError(f"{self.folder}: {error}") from None
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"the text has a lone surrogate (character {error.start})") from None
-        return list(self._backend.encode(text, **options).ids)
+        with _library_errors(f"{self.folder}: the tokenizer cannot encode this text"):
+            return list(self._backend.encode(text, **options).ids)
 
     def _template(self) -> str:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
             try:
-                return path.read_text(encoding="utf-8")
+                return read_plain(path).decode("utf-8")
             except (OSError, ValueError) as error:
                 raise InputError(f"{path}: cannot be read as text: {error}") from error
         template = self._config.get("chat_template")
@@ -177,6 +171,17 @@ def stop_token_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
     return frozenset(token["id"] for token in added if token.get("content") == name)
 
 
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Errors of the tokenizers library as `InputError`s: it raises plain Exception, or panics."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise InputError(f"{what}: {error}") from error
+        raise
+
+
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     return _json(path) if path.is_file() else {}
@@ -184,7 +189,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
@@ -197,11 +202,3 @@ def _text_of(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise ValueError(message)

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from eagle_chain.engines.flavours import FLAVOURS
 from eagle_chain.engines.manifest import MANIFEST, Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
+from eagle_chain.engines.version import UNKNOWN, library_version
 from eagle_chain.runtime.answer import printable
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.exactness import (
@@ -307,10 +307,8 @@ def _versions() -> dict[str, str]:
     """What runs here, as far as it is installed."""
     versions = {"python": platform.python_version()}
     for name in ("eagle-chain", "numpy", "tokenizers", *LIBRARIES):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := library_version(name)) != UNKNOWN:
+            versions[name] = version
     return versions
 
 

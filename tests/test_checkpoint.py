@@ -564,6 +564,17 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert f"1 of 3 files are {words}" in message(open_trunk, folder)
 
 
+def test_a_shard_may_claim_any_number_of_others(tmp_path: Path) -> None:
+    """The count is in the name alone: it costs neither time nor memory."""
+    trunk, _ = write_pair(tmp_path)
+    total = "9" * 100
+    (trunk / "model.safetensors").rename(trunk / f"model-00001-of-{total}.safetensors")
+    with pytest.raises(
+        InputError, match=rf"{int(total) - 1} of {total} files.*-00011-of-9+.* \.\.\."
+    ):
+        open_trunk(trunk)
+
+
 def test_a_stray_file_beside_an_index_is_left_aside(tmp_path: Path) -> None:
     folder, _ = write_pair(tmp_path, shards=2)
     save_file({"lm_head.weight": torch.zeros(512, 64)}, folder / WEIGHTS)

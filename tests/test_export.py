@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -17,6 +18,7 @@ from onnx import TensorProto
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.staging import locked
+from eagle_chain.engines.version import VERSION
 from tests.toy_pair import draft_parts, save, trunk_parts, write_pair
 
 GRAPHS = ("draft", "draft_step", "encoder", "trunk")
@@ -309,6 +311,18 @@ def test_the_report_names_what_was_resolved(
     assert report["memory"]["states"] > 0
     assert "features outputs of layers 0, 1, 2" in output.err
     assert "15 mtp, 2 visual" in output.err
+
+
+def test_source_folders_need_no_installed_distribution(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert export(pair, tmp_path / "bundle") == 0
+    made_with = Manifest.load(tmp_path / "bundle").made_with
+    assert made_with == {name: "unknown" for name in made_with} | {"eagle-chain": VERSION}
 
 
 def test_torch_is_not_needed(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
     "tensorrt": {"engines/flavours.py"},
     "tensorrt_rtx": {"engines/flavours.py"},
     "tokenizers": {"runtime/tokenizer.py"},
-    "jinja2": {"runtime/tokenizer.py"},
+    "jinja2": {"runtime/chat.py"},
     "rich": {"engines/progress.py", "runtime/demo.py"},
     "numpy": None,  # any file of export and runtime
 }

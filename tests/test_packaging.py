@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from eagle_chain.engines.version import VERSION
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engines", "export", "runtime")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -58,7 +60,7 @@ def test_the_metadata_names_pythons_and_extras(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     [name] = [name for name in archive.namelist() if name.endswith("METADATA")]
     metadata = email.message_from_bytes(archive.read(name))
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.10" and metadata["Version"] == VERSION
     assert {"export", "cpu", "gpu", "parity"} <= set(metadata.get_all("Provides-Extra") or [])
     plain = [r for r in metadata.get_all("Requires-Dist") or [] if "extra ==" not in r]
     names = sorted(re.split(r"[<>=]", requirement)[0] for requirement in plain)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -122,6 +125,35 @@ def test_a_template_cannot_reach_out_and_fails_in_one_sentence(folder: Path, tem
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(InputError, match="the chat template failed: "):
         Tokenizer(folder).encode_chat([{"role": "user", "content": "x"}])
+
+
+ENDLESS = {
+    "loops": "{% set r = range(99999) %}" + "{% for i in r %}" * 4 + "{% endfor %}" * 4,
+    "one number": "{{ 10 ** (10 ** 9) }}",
+    "text": "{{ 'x' * (10 ** 12) }}",
+    "text kept": "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "list": "{{ range(99999) | list * 99999 }}",
+}
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_a_template_without_end_is_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("eagle_chain.runtime.chat.SECONDS", 1)
+    (folder / "chat_template.jinja").write_text(ENDLESS[how])
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"the chat template failed: .*(longer|more than|memory)"):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": "x"}])
+    assert time.monotonic() - start < 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 1_200_000)
+
+
+@pytest.mark.parametrize("value", [object(), {1: object()}, {"a"}, b"bytes"])
+def test_only_plain_data_reaches_a_template(folder: Path, value: Any) -> None:
+    with pytest.raises(InputError, match="the conversation is no plain data"):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": value}])
 
 
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
