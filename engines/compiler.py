@@ -172,10 +172,10 @@ class Compiler:
         return config
 
     def _weakly_typed(self, config: Any, job: Job, network: Any) -> None:
-        """Let 8.6 use fp16 exactly where the graph does."""
+        """Let 8.6 use fp16 where the graph does, and nowhere else."""
         import onnx
 
-        from eagle_chain.engines.precision import float_dtypes, pin_precisions
+        from eagle_chain.engines.precision import float_dtypes, pin_fp32
 
         trt = self.flavour.trt
         sources = trt.TacticSource  # cuBLAS and cuDNN: 1.1 GB that would only be needed to build
@@ -186,7 +186,7 @@ class Compiler:
         if "fp16" in dtypes.values():
             config.set_flag(trt.BuilderFlag.FP16)
             config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-            pin_precisions(trt, network, dtypes)
+            pin_fp32(trt, network, dtypes)
 
     def _load_timing_cache(self, config: Any) -> None:
         path = self.request.timing_cache

@@ -1,4 +1,4 @@
-"""Layer precisions for TensorRT 8.6, whose builder otherwise runs fp32 parts of a graph in fp16."""
+"""Dtypes pinned for TensorRT 8.6, whose builder may run the fp32 parts of a graph in fp16."""
 
 from __future__ import annotations
 
@@ -20,31 +20,20 @@ def float_dtypes(model: onnx.ModelProto) -> dict[str, str]:
     return {name: names[dtype] for name, dtype in dtypes.items() if dtype in names}
 
 
-def pin_precisions(trt: Any, network: Any, dtypes: dict[str, str]) -> int:
-    """Give every floating-point layer the dtypes that the graph has there; returns how many.
+def pin_fp32(trt: Any, network: Any, dtypes: dict[str, str]) -> int:
+    """Keep every tensor that the graph has in fp32 in fp32; returns how many.
 
-    The parser names a tensor as the graph does. Layers it adds of its own accord (constants,
-    broadcasts) take the dtype of what they read. Casts keep theirs: they are the borders.
+    The parser names a tensor as the graph does. What a layer writes is pinned and not the layer's
+    own precision: 8.6.0 finds no implementation for a fused region with a layer pinned like that.
+    Constants and casts keep their dtypes anyway.
     """
-    kinds = {"fp32": trt.DataType.FLOAT, "fp16": trt.DataType.HALF}
-    known: dict[str, Any] = {name: kinds[dtype] for name, dtype in dtypes.items()}
+    own = (trt.LayerType.SHAPE, trt.LayerType.CONSTANT, trt.LayerType.CAST)
     pinned = 0
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
-        read = [layer.get_input(i) for i in range(layer.num_inputs)]
-        read_types = [known[t.name] for t in read if t is not None and t.name in known]
-        written = [layer.get_output(i) for i in range(layer.num_outputs)]
-        for tensor in written:
-            if tensor.name not in known and tensor.dtype in kinds.values():
-                own = layer.type in (trt.LayerType.CONSTANT, trt.LayerType.CAST)
-                known[tensor.name] = tensor.dtype if own or not read_types else read_types[0]
-        written_types = [known.get(tensor.name) for tensor in written]
-        floats = [*read_types, *(t for t in written_types if t is not None)]
-        if not floats or layer.type == trt.LayerType.SHAPE:
+        if layer.type in own:
             continue
-        if layer.type != trt.LayerType.CAST:
-            layer.precision = kinds["fp32"] if kinds["fp32"] in floats else kinds["fp16"]
-        for i, dtype in enumerate(written_types):
-            if dtype is not None:
-                layer.set_output_type(i, dtype)
-        pinned += 1
+        for i in range(layer.num_outputs):
+            if dtypes.get(layer.get_output(i).name) == "fp32":
+                layer.set_output_type(i, trt.DataType.FLOAT)
+                pinned += 1
     return pinned

@@ -30,7 +30,7 @@ from eagle_chain.engines.graphs import bound_graph, load_graph
 from eagle_chain.engines.manifest import Manifest, engine_specs
 from eagle_chain.engines.memory import Estimate, check_room, estimate
 from eagle_chain.engines.plans import Target
-from eagle_chain.engines.precision import float_dtypes, pin_precisions
+from eagle_chain.engines.precision import float_dtypes, pin_fp32
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
@@ -341,7 +341,7 @@ def test_tf32_is_off_and_the_network_strongly_typed(
     settings = json.loads(line.removeprefix(b"stand-in plan "))
     assert settings == {
         **{"tf32": False, "flags": 2, "level": 1, "pools": 1},
-        **{"fp16": False, "obey": False, "pinned": ["None"]},
+        **{"fp16": False, "obey": False, "pinned": []},
     }
     inspected = report(capsys, "inspect", str(bundle))["plans"]
     assert [plan["layers"] for plan in inspected] == [{"FP32": 1}] * 4
@@ -561,31 +561,21 @@ class FakeNetwork:
         return self.layers[i]
 
 
-def test_layers_are_pinned_to_the_dtypes_of_the_graph() -> None:
+def test_what_the_graph_has_in_fp32_is_pinned() -> None:
     up = FakeLayer("CAST", ["h"], ["f"])  # fp16 -> fp32: the border of an island
     eps = FakeLayer("CONSTANT", [], ["(Unnamed constant)"])
     wide = FakeLayer("SHUFFLE", ["(Unnamed constant)"], ["(Unnamed shuffle)"])
     total = FakeLayer("ELEMENTWISE", ["f", "(Unnamed shuffle)"], ["g"])
     down = FakeLayer("CAST", ["g"], ["k"])
     product = FakeLayer("MATRIX_MULTIPLY", ["k", "w"], ["y"])
-    view = FakeLayer("SHUFFLE", ["y"], ["(Unnamed view)"])
-    pick = FakeLayer("TOPK", ["g"], ["(Unnamed values)", "i"])
+    pick = FakeLayer("TOPK", ["g"], ["best", "i"])
     counter = FakeLayer("ELEMENTWISE", ["i", "i2"], ["i3"])
-    network = FakeNetwork(up, eps, wide, total, down, product, view, pick, counter)
-    dtypes = {"h": "fp16", "f": "fp32", "g": "fp32", "k": "fp16", "w": "fp16", "y": "fp16"}
-    assert pin_precisions(FakeTrt, network, dtypes) == 8
-    pins = [(layer.precision, layer.types) for layer in network.layers]
-    assert pins == [
-        (None, {0: "FLOAT"}),
-        ("FLOAT", {0: "FLOAT"}),
-        ("FLOAT", {0: "FLOAT"}),
-        ("FLOAT", {0: "FLOAT"}),
-        (None, {0: "HALF"}),
-        ("HALF", {0: "HALF"}),
-        ("HALF", {0: "HALF"}),
-        ("FLOAT", {0: "FLOAT"}),
-        (None, {}),
-    ]
+    network = FakeNetwork(up, eps, wide, total, down, product, pick, counter)
+    dtypes = {"h": "fp16", "f": "fp32", "g": "fp32", "k": "fp16", "y": "fp16", "best": "fp32"}
+    assert pin_fp32(FakeTrt, network, dtypes) == 2
+    pins = [layer.types for layer in network.layers]
+    assert pins == [{}, {}, {}, {0: "FLOAT"}, {}, {}, {0: "FLOAT"}, {}]
+    assert all(layer.precision is None for layer in network.layers)
 
 
 def test_the_dtypes_of_a_real_graph_have_both_kinds(
@@ -600,7 +590,7 @@ def test_the_dtypes_of_a_real_graph_have_both_kinds(
     assert dtypes["layers.0.S.next"] == "fp32" and dtypes["features"] == "fp16"
 
 
-def test_8_6_is_weakly_typed_with_every_layer_pinned(
+def test_8_6_is_weakly_typed_with_fp32_pinned(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
@@ -611,7 +601,7 @@ def test_8_6_is_weakly_typed_with_every_layer_pinned(
     assert settings == {
         **{"tf32": False, "flags": 1, "level": 2, "pools": 0},
         **{"fp16": True, "obey": True},
-        "pinned": ["DataType.FLOAT", "DataType.HALF", "None"],
+        "pinned": ["DataType.FLOAT"],
     }
 
 

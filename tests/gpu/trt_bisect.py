@@ -114,10 +114,7 @@ def forms() -> dict[str, dict[tuple[type, str], Any]]:
 def settings(trt: Any, name: str, config: Any) -> None:
     """Change a builder config that the product has made."""
     flags = trt.BuilderFlag
-    if name == "prefer":
-        config.clear_flag(flags.OBEY_PRECISION_CONSTRAINTS)
-        config.set_flag(flags.PREFER_PRECISION_CONSTRAINTS)
-    elif name == "free":
+    if name == "free":
         config.clear_flag(flags.OBEY_PRECISION_CONSTRAINTS)
     elif name == "sources":
         everything = (s for s in trt.TacticSource.__members__.values())
@@ -126,7 +123,7 @@ def settings(trt: Any, name: str, config: Any) -> None:
         config.builder_optimization_level = int(name[5:])
 
 
-SETTINGS = {"fp32": ("product",), "fp16": ("product", "prefer", "free", "level0")}
+SETTINGS = {"fp32": ("product",), "fp16": ("product", "free")}
 
 
 # --- prepare ----------------------------------------------------------------------------------
@@ -306,7 +303,8 @@ def compare(got: Arrays, wanted: Arrays, tolerance: float) -> list[str]:
     for name, right in wanted.items():
         here, right = got[name].astype(np.float64), right.astype(np.float64)
         gap = np.abs(here - right).max() / max(float(np.abs(right).max()), 1e-6)
-        if not gap < tolerance:
+        # the folded state depends on fp32 inputs alone: what is off there is an island in fp16
+        if not gap < (1e-5 if name.endswith(".S.next") else tolerance):
             rows = np.flatnonzero(~np.isfinite(here.reshape(here.shape[0], -1)).all(1)).tolist()
             off.append(f"{name}: off by {gap:.1e}; leading indices not finite: {rows[:8]}")
     return off

@@ -133,7 +133,7 @@ class Layer:
         self.type = LayerType.CAST if node.op_type == "Cast" else LayerType.OTHER
         self.read, self.written = [Name(n) for n in node.input], [Name(n) for n in node.output]
         self.num_inputs, self.num_outputs = len(self.read), len(self.written)
-        self.precision, self.types = None, {}
+        self.types = {}
 
     def get_input(self, i):
         return self.read[i]
@@ -276,7 +276,7 @@ class Builder:
             "pools": len(config.pools),
             "fp16": BuilderFlag.FP16 in config.flags,
             "obey": BuilderFlag.OBEY_PRECISION_CONSTRAINTS in config.flags,
-            "pinned": sorted({str(layer.precision) for layer in network.layers}),
+            "pinned": sorted({str(t) for layer in network.layers for t in layer.types.values()}),
         }
         return HEADER + json.dumps(settings).encode() + b"\n" + network.model.SerializeToString()
 
