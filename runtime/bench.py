@@ -27,7 +27,10 @@ from eagle_chain.engines.manifest import PROFILES, engine_specs
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.spec import DTYPES, Options, TensorSpec
 from eagle_chain.runtime.buffers import Memory
+from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.drafters import EagleDrafter, NoDrafter
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines
 from eagle_chain.runtime.measure import (
     Clock,
@@ -35,13 +38,13 @@ from eagle_chain.runtime.measure import (
     copy_bandwidth,
     fill_states,
     host_time,
+    pretend,
     random_tensors,
     state_bytes,
     weight_bytes,
 )
 from eagle_chain.runtime.ort_cuda import OrtCudaSession
-from eagle_chain.runtime.rounds import Rounds
-from eagle_chain.runtime.session import Session
+from eagle_chain.runtime.session import Binding, Session
 
 SHAPES = ("qwen3.5-9b",)
 
@@ -123,15 +126,24 @@ def measure(
         raise InputError(f"k {k} or position {position} is outside what the engines take")
     bandwidth = copy_bandwidth(memory) if isinstance(memory, CudaMemory) else None
     runs = arguments.runs
-    plain = _Stand(engines, 0, position)
-    drafted = _Stand(engines, k, position)
+
+    def stand(k: int, of: Engines = engines) -> Stand:
+        return Stand(of.sessions, options.capacity, k, position)
+
+    plain, drafted = stand(0), stand(k)
     clocks = {"plain": plain.part("plain", runs)}
     for name in ("verify", "encoder", "draft", "draft_step"):
-        if any(name == part for part, _ in drafted.rounds.parts[0]):
+        if name in drafted.parts:
             clocks[name] = drafted.part(name, runs)
     if alone is not None:
-        clocks["plain, width 1"] = _Stand(alone, 0, position).part("plain", runs)
-    rounds = {j: _Stand(engines, j, position).whole(runs) for j in range(1, k) if arguments.sweep}
+        clocks["plain, width 1"] = Stand(alone.sessions, options.capacity, 0, position).part(
+            "plain", runs
+        )
+    rounds = {
+        j: Stand(engines.sessions, options.capacity, j, position).whole(runs)
+        for j in range(1, k)
+        if arguments.sweep
+    }
     standing = drafted if k else plain
     round_clock = standing.whole(runs)
     host_ms = standing.host(min(runs, 20))
@@ -186,33 +198,51 @@ def _speeds(
     ]
 
 
-class _Stand:
-    """Rounds that stand at a position, with something in every state."""
+class Stand:
+    """A chain that stands at a position, with something in every state."""
 
-    def __init__(self, engines: Engines, k: int, position: int) -> None:
-        self.rounds = Rounds(engines.sessions, k)
-        self.rounds.reset()
-        self.rounds.fill(fill_states)
-        self.rounds.stand(position)
-        self.position = position
-        self.memory = engines.memory
+    def __init__(
+        self, sessions: Mapping[str, Session], capacity: int, k: int, position: int
+    ) -> None:
+        self.k, self.position = k, position
+        trunk = sessions["trunk"]
+        self.memory = trunk.memory
+        self.cache = Cache(trunk.spec, trunk.memory, capacity)
+        self.drafter = None
+        if k:
+            engines = (sessions["encoder"], sessions["draft"], sessions["draft_step"])
+            self.drafter = EagleDrafter(self.cache, *engines)
+        drafter = self.drafter or NoDrafter()
+        self.chain = Chain(trunk, self.cache, drafter, vocab_size=1, ahead=True)
+        self.device = self.chain.device
+        fill_states(self.cache.states)
+        self.stand()
+
+    @property
+    def parts(self) -> Mapping[str, Binding]:
+        """The engines of a round by name."""
+        return dict(self.device.parts(self.drafter, self.k, 0))
 
     def part(self, name: str, runs: int) -> Clock:
         """Time the engine of one part of a round."""
-        binding = next(b for part, b in self.rounds.parts[0] if part == name)
-        return clock(self.memory, binding.run, runs)
+        return clock(self.memory, self.parts[name].run, runs)
 
     def whole(self, runs: int) -> Clock:
         """Time whole rounds; each starts over at the position."""
-        return clock(self.memory, self.rounds.queue, runs, 6, self.stand)
+        return clock(self.memory, self.launch, runs, 6, self.stand)
 
     def host(self, runs: int) -> float:
         """Milliseconds that the host is busy with one round."""
-        return host_time(self.memory, self.rounds.queue, runs, self.stand)
+        return host_time(self.memory, self.launch, runs, self.stand)
+
+    def launch(self) -> None:
+        """Queue one round."""
+        self.device.launch(self.drafter, self.k, 0)
 
     def stand(self) -> None:
         """Go back to the position."""
-        self.rounds.stand(self.position)
+        pretend(self.cache, self.position)
+        self.device.stage(self.k)
 
 
 def _of_bundle(arguments: argparse.Namespace) -> Engines:

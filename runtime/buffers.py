@@ -54,6 +54,10 @@ class Buffer(Protocol):
         """Set every byte to zero."""
         ...
 
+    def rows(self, start: int, count: int = 1) -> Buffer:
+        """A view of `count` rows along the first axis."""
+        ...
+
     def copy_from(
         self, source: Buffer, rows: int | None = None, *, axis: int = 0, start: int = 0
     ) -> None:
@@ -83,14 +87,10 @@ class HostBuffer:
 
     device = "cpu"
 
-    def __init__(self, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec, array: NDArray[Any], address: int) -> None:
         self.spec = spec
-        raw = np.zeros(spec.nbytes + ALIGNMENT, np.uint8)
-        offset = -raw.ctypes.data % ALIGNMENT
-        dtype = NUMPY_DTYPES[spec.dtype]
-        self.array: NDArray[Any] = raw[offset : offset + spec.nbytes].view(dtype)
-        self.array = self.array.reshape(spec.shape)
-        self.address: int = raw.ctypes.data + offset
+        self.array = array
+        self.address = address  # NumPy tells another one for an empty array
 
     def read(self) -> NDArray[Any]:
         """Return a copy."""
@@ -103,6 +103,14 @@ class HostBuffer:
     def zero(self) -> None:
         """Set every byte to zero."""
         self.array.fill(0)
+
+    def rows(self, start: int, count: int = 1) -> HostBuffer:
+        """A view of `count` rows along the first axis."""
+        shape = self.spec.shape
+        assert 0 <= start and start + count <= shape[0], f"{self.spec.name} has {shape[0]} rows"
+        spec = TensorSpec(self.spec.name, self.spec.dtype, (count, *shape[1:]))
+        address = self.address + start * self.array.strides[0]
+        return HostBuffer(spec, self.array[start : start + count], address)
 
     def copy_from(
         self, source: Buffer, rows: int | None = None, *, axis: int = 0, start: int = 0
@@ -126,4 +134,7 @@ class HostMemory:
 
     def allocate(self, spec: TensorSpec) -> HostBuffer:
         """Return a new zeroed buffer, aligned for any engine."""
-        return HostBuffer(spec)
+        raw = np.zeros(spec.nbytes + ALIGNMENT, np.uint8)
+        offset = -raw.ctypes.data % ALIGNMENT
+        array = raw[offset : offset + spec.nbytes].view(NUMPY_DTYPES[spec.dtype])
+        return HostBuffer(spec, array.reshape(spec.shape), raw.ctypes.data + offset)

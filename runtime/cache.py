@@ -2,12 +2,14 @@
 
 The trunk's states come in pairs that change places after each call, so there are two fixed sets of
 addresses, one per parity. The plain outputs of a call exist per parity as well: changing places
-back (`undo`) brings states, features and choices of the call before into view again.
+back (`undo`) brings states, features and choices of the call before into view again. What a call
+leaves for the next one (the pending token, how many rows were kept, where it stands) is written
+straight to where that one reads it: rounds need no host in between (`rounds.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eagle_chain.engines.errors import InputError
@@ -15,6 +17,7 @@ from eagle_chain.engines.spec import EngineSpec, StatePair, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, Memory
 
 FEATURES = ("features", "hidden")  # outputs of the last call that a drafter may still read
+HANDED_ON = {"next_kept": "kept", "next_position": "position"}  # outputs that the next call reads
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,10 @@ class Cache:
         position: Where row 0 of the last trunk call stands.
         pending: The trunk's choice after `tokens`, not yet fed; None in an empty cache.
         parity: Which set of addresses the next call uses; `outputs[parity]` is what the last gave.
-        inputs: The trunk's plain inputs by name: `ids` [W], `position`, `rows`, `kept` [1].
-        outputs: The trunk's plain outputs by name, per parity.
+        inputs: The trunk's plain inputs by name, per parity: `ids` [W], `position`, `rows`, `kept`
+            [1]; `rows` is one buffer for both.
+        outputs: The trunk's plain outputs by name, per parity; `pending`, `next_kept` and
+            `next_position` are the `ids[:1]`, `kept` and `position` of that parity's inputs.
     """
 
     def __init__(
@@ -66,10 +71,11 @@ class Cache:
         self.capacity = capacity
         self.engines = engines
         self.memory = memory
-        self.inputs = {t.name: memory.allocate(t) for t in trunk.inputs}
-        first, second = ({t.name: memory.allocate(t) for t in trunk.outputs} for _ in range(2))
-        self.outputs = (first, second)
-        self.width = self.inputs["ids"].spec.shape[0]
+        even = {t.name: memory.allocate(t) for t in trunk.inputs}
+        odd = {t.name: memory.allocate(t) for t in trunk.inputs if t.name != "rows"}
+        self.inputs = (even, odd | {"rows": even["rows"]})
+        self.outputs = (self._left(trunk, even), self._left(trunk, odd))
+        self.width = even["ids"].spec.shape[0]
         self.parity = 0
         self.tokens: list[int] = []
         self.position = 0
@@ -85,9 +91,14 @@ class Cache:
         """How many rows of the last trunk call are part of the sequence."""
         return len(self.tokens) - self.position
 
+    @property
+    def states(self) -> Sequence[tuple[StatePair, tuple[Buffer, Buffer]]]:
+        """Every state, a drafter's last, with its buffer per parity: the same one if in place."""
+        return self._states
+
     def tensors(self, parity: int) -> dict[str, Buffer]:
         """Every buffer of a trunk call that starts at `parity`, by tensor name."""
-        tensors = {**self.inputs, **self.outputs[1 - parity]}
+        tensors = {**self.inputs[parity], **self.outputs[1 - parity]}
         for pair, buffers in self._states[: len(self._trunk_states)]:
             tensors |= {pair.input: buffers[parity], pair.output: buffers[1 - parity]}
         return tensors
@@ -99,16 +110,36 @@ class Cache:
         added = self._add(pairs)
         return {name: buffers[0] for pair, buffers in added for name in (pair.input, pair.output)}
 
-    def feed(self, ids: Sequence[int]) -> None:
-        """Write the inputs of the next call: ids, where they stand, what was kept of the last."""
-        self.inputs["ids"].write([*ids, *[-1] * (self.width - len(ids))])
-        self.inputs["position"].write(len(self.tokens))
-        self.inputs["rows"].write(len(ids))
-        self.inputs["kept"].write(self.kept)
+    def feed(self, ids: Sequence[int], rows: int | None = None) -> None:
+        """Write the inputs of the next call: ids, where they stand, what was kept of the last.
 
-    def advance(self, ids: Sequence[int]) -> None:
-        """Take note that a call over `ids` has run; none of its rows is kept until `commit`."""
-        self._before = (self.position, self.pending, self._call)
+        `rows` counts the ids with those that somebody else will put behind them.
+        """
+        inputs = self.inputs[self.parity]
+        inputs["ids"].write(self._padded(ids))
+        inputs["position"].write(len(self.tokens))
+        inputs["rows"].write(len(ids) if rows is None else rows)
+        inputs["kept"].write(self.kept)
+
+    def follow(self, token: int) -> None:
+        """Write what a draft reads of the last call: the id after each kept row, the last `token`.
+
+        The trunk leaves the same there itself, if `token` is its choice and nothing was cut.
+        """
+        outputs = self.outputs[self.parity]
+        outputs["next_ids"].write(self._padded([*self.tokens[self.position + 1 :], token]))
+        outputs["accepted"].write(self.kept - 1)
+        self.inputs[1 - self.parity]["position"].write(self.position)
+
+    def advance(self, ids: Sequence[int], *, undoable: bool = True) -> None:
+        """Take note that a call over `ids` has run; none of its rows is kept until `commit`.
+
+        Args:
+            ids: The rows of the call.
+            undoable: False if the call after it is under way as well and writes over the states
+                that `undo` would bring back.
+        """
+        self._before = (self.position, self.pending, self._call) if undoable else None
         self.parity = 1 - self.parity
         self.position, self._call = len(self.tokens), tuple(ids)
 
@@ -136,7 +167,15 @@ class Cache:
         for _, buffers in self._states:
             for buffer in set(buffers):
                 buffer.zero()
-        self._stand(Counters((), 0, None, ()))
+        self.stand(Counters((), 0, None, ()))
+
+    def wipe(self) -> None:
+        """Zero the KV rows behind the sequence: 0, the weight of such a row, times NaN is NaN."""
+        for pair, buffers in self._states:
+            if pair.rows_axis is not None:
+                values = buffers[self.parity].read()
+                values[(slice(None),) * pair.rows_axis + (slice(len(self.tokens), None),)] = 0
+                buffers[self.parity].write(values)
 
     def snapshot(self, *, kv: bool = True, into: Snapshot | None = None) -> Snapshot:
         """Copy the sequence: live KV rows, the other states, the last features, the counters.
@@ -180,9 +219,10 @@ class Cache:
             _copy_state(buffers[self.parity], copy, pair, live)
         for copy, buffer in zip(snapshot.outputs, self._features(), strict=True):
             buffer.copy_from(copy)
-        self._stand(snapshot.counters)
+        self.stand(snapshot.counters)
 
-    def _stand(self, counters: Counters) -> None:
+    def stand(self, counters: Counters) -> None:
+        """Say where the sequence stands, whatever the buffers hold."""
         self.tokens = list(counters.tokens)
         self.position, self.pending, self._call = (
             counters.position,
@@ -190,6 +230,15 @@ class Cache:
             counters.call,
         )
         self._before = None
+
+    def _padded(self, ids: Sequence[int]) -> list[int]:
+        return [*ids, *[-1] * (self.width - len(ids))]
+
+    def _left(self, trunk: EngineSpec, inputs: Mapping[str, Buffer]) -> dict[str, Buffer]:
+        """The outputs that a call leaves beside the inputs of the next one."""
+        outputs = {name: inputs[as_read] for name, as_read in HANDED_ON.items()}
+        outputs["pending"] = inputs["ids"].rows(0)
+        return {t.name: outputs.get(t.name) or self.memory.allocate(t) for t in trunk.outputs}
 
     def _add(self, pairs: Sequence[StatePair]) -> list[tuple[StatePair, tuple[Buffer, Buffer]]]:
         added = []

@@ -2,6 +2,7 @@
 
 `Chain._round` is the algorithm. Every token emitted is the trunk's own greedy choice, so the output
 is that of plain decoding whatever the drafter says; plain decoding is the same loop with no drafts.
+`Chain._round_ahead` is the same round where the device decides and the host only reads along.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime.cache import Cache, Snapshot
-from eagle_chain.runtime.drafters import Drafter, NoDrafter
+from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.drafters import DeviceDrafter, Drafter, NoDrafter
+from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.stats import Result, Round, Stats
+
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
 
 Rollback = Literal["log", "replay"]
 Fed = Callable[[int], None]  # hears how many tokens the cache holds while a prompt is fed
@@ -26,6 +33,27 @@ PLAIN = NoDrafter()
 
 def _unheard(held: int) -> None:
     """Nobody waits for the prompt."""
+
+
+class Options(TypedDict, total=False):
+    """What a request may say beside its prompt, see `Chain.stream`."""
+
+    max_new_tokens: int | None
+    k: int | None
+    stop_ids: Collection[int] | None
+    append: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A request whose arguments are checked."""
+
+    prompt: list[int]
+    max_new_tokens: int | None
+    k: int
+    stops: frozenset[int]
+    append: bool
+    fed: Fed
 
 
 class Chain:
@@ -39,6 +67,8 @@ class Chain:
         stop_ids: Ids that end a request unless it names its own.
         rollback: "log" rejects rows by not counting them; "replay" copies the states before each
             call that checks drafts, copies them back and runs the accepted tokens again.
+        ahead: Let the device decide, one round launched ahead of the host, while the drafter and
+            the room for tokens allow it. None: where the memory is a GPU's.
     """
 
     def __init__(
@@ -50,6 +80,7 @@ class Chain:
         vocab_size: int,
         stop_ids: Collection[int] = (),
         rollback: Rollback = "log",
+        ahead: bool | None = None,
     ) -> None:
         if rollback not in ("log", "replay"):
             raise InputError(f"rollback is {rollback!r}, expected 'log' or 'replay'")
@@ -59,19 +90,13 @@ class Chain:
         self.stop_ids = frozenset(stop_ids)
         self._replay = rollback == "replay"
         self._trunk = [trunk.bind(cache.tensors(parity)) for parity in (0, 1)]
+        self.device = Rounds(cache, self._trunk)
+        self._ahead = isinstance(cache.memory, CudaMemory) if ahead is None else ahead
         self._before: Snapshot | None = None
         self._lock = threading.Lock()
         self._request: object = None
 
-    def stream(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        k: int | None = None,
-        stop_ids: Collection[int] | None = None,
-        append: bool = False,
-    ) -> Iterator[int]:
+    def stream(self, ids: Sequence[int], **options: Unpack[Options]) -> Iterator[int]:
         """Yield tokens one by one.
 
         A consumer that stops early leaves the chain with exactly the tokens it has seen: the last
@@ -79,11 +104,11 @@ class Chain:
 
         Args:
             ids: The prompt, at least one id; prompt and new tokens fit in the capacity.
-            max_new_tokens: Budget; None is as many as fit.
-            k: Drafts per round, below the width; None is width - 1, 0 decodes plainly and leaves
-                the drafter out, so that a later request that appends finds a gap in its KV.
-            stop_ids: Ids that end the request, themselves emitted; None is the chain's own.
-            append: Keep the sequence in the cache and put `ids` behind `cache.tokens`. To go on
+            **options: max_new_tokens: Budget; None is as many as fit.
+                k: Drafts per round, below the width; None is width - 1, 0 decodes plainly and
+                leaves the drafter out, so that a later request that appends finds a gap in its KV.
+                stop_ids: Ids that end the request, themselves emitted; None is the chain's own.
+                append: Keep the sequence in the cache and put `ids` behind `cache.tokens`. To go on
                 from the last token emitted, begin with `cache.pending`.
 
         Raises:
@@ -92,38 +117,22 @@ class Chain:
                 before stands, the cache holds it.
             RuntimeError: The chain is in use by another thread, or has begun another request.
         """
-        request = object()
-        rounds = self._checked(request, ids, max_new_tokens, k, stop_ids, append)
-        return self._tokens(request, rounds)
+        request = self._checked(ids, **options)
+        return self._tokens(request, self._rounds(request))
 
     def rounds(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        k: int | None = None,
-        stop_ids: Collection[int] | None = None,
-        append: bool = False,
-        fed: Fed = _unheard,
+        self, ids: Sequence[int], *, fed: Fed = _unheard, **options: Unpack[Options]
     ) -> Iterator[Round]:
         """Yield a request round by round, the prompt first; arguments and errors as in `stream`.
 
         `fed` hears after each trunk call of the prompt how many tokens the cache holds.
         """
-        return self._checked(object(), ids, max_new_tokens, k, stop_ids, append, fed)
+        return self._rounds(self._checked(ids, fed, **options))
 
-    def generate(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        k: int | None = None,
-        stop_ids: Collection[int] | None = None,
-        append: bool = False,
-    ) -> Result:
+    def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Result:
         """Run a request to its end; arguments and errors as in `stream`."""
         stats, tokens, reason = Stats(), list[int](), ""
-        for round in self._checked(object(), ids, max_new_tokens, k, stop_ids, append):
+        for round in self._rounds(self._checked(ids, **options)):
             stats.add(round)
             tokens += round.tokens
             reason = round.finish_reason or reason
@@ -158,15 +167,15 @@ class Chain:
 
     def _checked(
         self,
-        request: object,
         ids: Sequence[int],
-        max_new_tokens: int | None,
-        k: int | None,
-        stop_ids: Collection[int] | None,
-        append: bool,
         fed: Fed = _unheard,
-    ) -> Iterator[Round]:
-        """Refuse bad arguments before anything runs, then hand over to the generator."""
+        *,
+        max_new_tokens: int | None = None,
+        k: int | None = None,
+        stop_ids: Collection[int] | None = None,
+        append: bool = False,
+    ) -> _Request:
+        """Refuse bad arguments before anything runs."""
         prompt = self._check_prompt(ids, append)
         most = self.cache.width - 1
         k = most if k is None else _whole("k", k)
@@ -178,7 +187,7 @@ class Chain:
         if max_new_tokens is not None and _whole("max_new_tokens", max_new_tokens) < 0:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
         stops = self.stop_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
-        return self._rounds(request, prompt, max_new_tokens, k, stops, append, fed)
+        return _Request(prompt, max_new_tokens, k, stops, append, fed)
 
     def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
         prompt = _ids("the prompt", ids)
@@ -199,43 +208,67 @@ class Chain:
             )
         return prompt
 
-    def _rounds(
-        self,
-        request: object,
-        prompt: list[int],
-        max_new_tokens: int | None,
-        k: int,
-        stops: frozenset[int],
-        append: bool,
-        fed: Fed,
-    ) -> Iterator[Round]:
-        cache, drafter = self.cache, self.drafter if k else PLAIN
+    def _rounds(self, request: _Request) -> Iterator[Round]:
+        cache, prompt, stops = self.cache, request.prompt, request.stops
+        drafter = self.drafter if request.k else PLAIN
         with self._turn(request, begin=True):
             start = time.perf_counter()
-            if append:
-                self._check_prompt(prompt, append)  # another request may have run since
+            if request.append:
+                self._check_prompt(prompt, True)  # another request may have run since
             else:
                 cache.reset()
-            calls = self._feed(prompt, cache.width, drafter, fed)
+            calls = self._feed(prompt, cache.width, drafter, request.fed)
             seconds = time.perf_counter() - start
         room, out_of_room = cache.capacity - len(cache.tokens), "capacity"
-        if max_new_tokens is not None and max_new_tokens <= room:
-            room, out_of_room = max_new_tokens, "length"
+        if request.max_new_tokens is not None and request.max_new_tokens <= room:
+            room, out_of_room = request.max_new_tokens, "length"
         assert cache.pending is not None, "a prompt leaves a pending token"
         tokens = cut([cache.pending], room, stops)
         reason = _finish(tokens, room, stops, out_of_room)
         yield Round(tokens, 0, 0, len(prompt), calls, seconds, 0.0, reason)
+        runs_ahead = self._runs_ahead(drafter, request.k)
         while reason is None:
             room -= len(tokens)
             with self._turn(request):
-                start = time.perf_counter()
-                drafts = drafter.propose(tokens[-1], min(k, room - 1))
-                drafted = time.perf_counter()
-                tokens, accepted, calls = self._round([tokens[-1], *drafts], room, stops)
+                start = drafted = time.perf_counter()
+                if runs_ahead and room > request.k:
+                    tokens, count, accepted, calls = self._round_ahead(request, drafter, room)
+                else:
+                    drafts = drafter.propose(tokens[-1], min(request.k, room - 1))
+                    drafted, count = time.perf_counter(), len(drafts)
+                    tokens, accepted, calls = self._round([tokens[-1], *drafts], room, stops)
                 end = time.perf_counter()
             reason = _finish(tokens, room, stops, out_of_room)
-            times = (end - start, drafted - start)
-            yield Round(tokens, len(drafts), accepted, 0, calls, *times, reason)
+            yield Round(tokens, count, accepted, 0, calls, end - start, drafted - start, reason)
+
+    def _runs_ahead(self, drafter: Drafter, k: int) -> bool:
+        """Whether rounds of k drafts can run from device buffers alone."""
+        if self._replay or not self._ahead:
+            return False
+        return not k or (isinstance(drafter, DeviceDrafter) and len(drafter.parts(0, k)) > 0)
+
+    def _round_ahead(
+        self, request: _Request, drafter: Drafter, room: int
+    ) -> tuple[tuple[int, ...], int, int, int]:
+        """One round decided on the device, which runs the next one while this one is read.
+
+        Returns:
+            The tokens that are now settled, how many drafts there were, how many of the tokens are
+            drafts, the trunk calls made.
+        """
+        cache, k, pending = self.cache, request.k, self.cache.pending
+        assert pending is not None, "a round starts from a pending token"
+        guesses = drafter if isinstance(drafter, DeviceDrafter) else None  # PLAIN
+        ahead = room > k + 1  # what this round leaves, if only one token, is enough for the next
+        verdict = self.device.run(guesses, k, ahead=ahead)
+        tokens = cut(verdict.tokens, room, request.stops)
+        if -1 in verdict.tokens:
+            self.device.leave()
+        if not tokens:
+            tokens, accepted, calls = self._round([pending], room, request.stops)
+            return tokens, verdict.drafted, accepted, calls + 1
+        cache.commit(len(tokens), tokens[-1])
+        return tokens, verdict.drafted, min(verdict.accepted, len(tokens)), 1
 
     def _round(
         self, ids: list[int], room: int, stops: frozenset[int]
@@ -319,6 +352,7 @@ class Chain:
             )
         try:
             if begin:
+                self.device.leave()
                 self._request = request
             elif self._request is not request:
                 raise RuntimeError("this request is over: its chain has begun another one")

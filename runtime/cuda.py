@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from math import prod
 from typing import Any
 
@@ -334,6 +334,11 @@ class Replay:
         self._warm_up = warm_up
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Graph] = {}
+
+    @property
+    def captured(self) -> Collection[Hashable]:
+        """The keys whose work is a graph by now."""
+        return self._graphs.keys()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Queue `work`, or the graph that was captured from the work of the same key."""

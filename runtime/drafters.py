@@ -7,17 +7,17 @@ the next prompt token, the pending one, or whatever the caller continues with in
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cache import Cache
-from eagle_chain.runtime.session import Session
+from eagle_chain.runtime.session import Binding, Session
 
 DraftKV = Literal["kept", "scratch"]
+Part = tuple[str, Binding]  # one engine run of a round, under a name for clocks
 
 
 class Drafter(Protocol):
@@ -29,6 +29,19 @@ class Drafter(Protocol):
 
     def propose(self, token: int, k: int) -> list[int]:
         """Observe, then guess up to `k` trunk-vocabulary ids to follow `token`."""
+        ...
+
+
+@runtime_checkable
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter that can also guess without the host, from the buffers of the cache alone."""
+
+    def parts(self, parity: int, k: int) -> Sequence[Part]:
+        """The runs that put k guesses behind `ids[0]` of the trunk call at `parity`.
+
+        They read what the call before left and `Cache.follow` would write. None at all: this
+        drafter needs the host.
+        """
         ...
 
 
@@ -77,25 +90,44 @@ class EagleDrafter:
         self._kv = list(kv.values())
         allocate = draft.memory.allocate
         self._g = allocate(encoder.spec.outputs[0])
-        self._encode = [
-            encoder.bind({"features": outputs["features"], "g": self._g})
-            for outputs in cache.outputs
-        ]
-        # guess j leaves its token, recurrence and position where guess j + 1 enters
-        outputs = draft.spec.outputs
-        guesses = [{t.name: allocate(t) for t in outputs} for _ in range(cache.width - 1)]
-        self._guesses = [guess["token"] for guess in guesses]
-        entry = draft_step if self.scratch else draft
-        self._entry = {t.name: allocate(t) for t in entry.spec.inputs if t.name != "g"}
-        self._entry["g"] = allocate(TensorSpec("g", self._g.spec.dtype, entry.spec.inputs[1].shape))
-        if not self.scratch:
-            self._entry["g"] = self._g
-        self._extend = entry.bind({**self._entry, **guesses[0], **kv})
-        row_zero = allocate(TensorSpec("row", "int32", (1,)))
-        self._steps = [
-            draft_step.bind({**_re_fed(before), "row": row_zero, **after, **kv})
-            for before, after in itertools.pairwise(guesses)
-        ]
+        zero = allocate(TensorSpec("row", "int32", (1,)))
+        self._first: dict[str, Buffer] = {}  # the one row of a scratch round
+        if self.scratch:
+            self._first = {t.name: allocate(t) for t in draft_step.spec.inputs}
+        # guess j leaves its recurrence and position where guess j + 1 enters, and its token in row
+        # j + 1 of the trunk's ids, where that guess and the trunk read it
+        left = [t for t in draft.spec.outputs if t.name != "token"]
+        guesses = [{t.name: allocate(t) for t in left} for _ in range(cache.width - 1)]
+        self._runs: list[list[Part]] = []
+        for parity in (0, 1):
+            ids, outputs = cache.inputs[parity]["ids"], cache.outputs[parity]
+            tokens = [ids.rows(j) for j in range(1, cache.width)]
+            encode = encoder.bind({"features": outputs["features"], "g": self._g})
+            entry: dict[str, Buffer] = self._first or {
+                "ids": outputs["next_ids"],
+                "g": self._g,
+                "position": cache.inputs[1 - parity]["position"],  # of the call before
+                "row": outputs["accepted"],
+            }
+            extend = (draft_step if self.scratch else draft).bind(
+                {**entry, **guesses[0], "token": tokens[0], **kv}
+            )
+            runs: list[Part] = [("encoder", encode), ("draft", extend)]
+            for j in range(1, cache.width - 1):
+                before = guesses[j - 1]
+                tensors = {
+                    "ids": tokens[j - 1],
+                    "g": before["g_next"],
+                    "position": before["next_position"],
+                    "row": zero,
+                }
+                tensors |= {**guesses[j], "token": tokens[j], **kv}
+                runs.append(("draft_step", draft_step.bind(tensors)))
+            self._runs.append(runs)
+
+    def parts(self, parity: int, k: int) -> Sequence[Part]:
+        """Encoder, extend, k - 1 steps; scratch rounds copy a row that the host must choose."""
+        return [] if self.scratch else self._runs[parity][: k + 1]
 
     def observe(self, token: int) -> None:
         """Run the extend over the last call, unless nothing was kept or KV is scratch."""
@@ -111,9 +143,10 @@ class EagleDrafter:
             self._start_scratch(token)
         else:
             self._run_extend(token)
-        for step in self._steps[: k - 1]:
+        for _, step in self._runs[self.cache.parity][2 : k + 1]:
             step.run()
-        guesses = [int(buffer.read()[0]) for buffer in self._guesses[:k]]
+        ids = self.cache.inputs[self.cache.parity]["ids"].read()
+        guesses = [int(id) for id in ids[1 : k + 1]]
         if -1 not in guesses:
             return guesses
         if self.scratch:  # no later extend writes over the rows that are not numbers
@@ -122,22 +155,14 @@ class EagleDrafter:
         return guesses[: guesses.index(-1)]
 
     def _run_extend(self, token: int) -> None:
-        cache, entry = self.cache, self._entry
-        ids = [*cache.tokens[cache.position + 1 :], token]
-        self._encode[cache.parity].run()
-        entry["ids"].write([*ids, *[-1] * (cache.width - len(ids))])
-        entry["position"].write(cache.position)
-        entry["row"].write(cache.kept - 1)
-        self._extend.run()
+        self.cache.follow(token)
+        for _, part in self._runs[self.cache.parity][:2]:
+            part.run()
 
     def _start_scratch(self, token: int) -> None:
         """One row at slot 0: the feature of the last kept row with the token after it."""
-        self._encode[self.cache.parity].run()
-        self._entry["g"].copy_from(self._g, 1, start=self.cache.kept - 1)
-        self._entry["ids"].write(token)
-        self._extend.run()
-
-
-def _re_fed(guess: Mapping[str, Buffer]) -> dict[str, Buffer]:
-    """The outputs of one guess under the names by which they enter the next step."""
-    return {"ids": guess["token"], "g": guess["g_next"], "position": guess["next_position"]}
+        (_, encode), (_, extend) = self._runs[self.cache.parity][:2]
+        encode.run()
+        self._first["g"].copy_from(self._g, 1, start=self.cache.kept - 1)
+        self._first["ids"].write(token)
+        extend.run()

@@ -53,6 +53,7 @@ class Engines:
         drafter: DrafterName | None = None,
         draft_kv: DraftKV = "kept",
         rollback: Rollback = "log",
+        ahead: bool | None = None,
     ) -> Chain:
         """Make a chain with a cache of its own.
 
@@ -60,6 +61,7 @@ class Engines:
             drafter: "eagle", or "none" to decode plainly; None is the draft of the bundle, if any.
             draft_kv: "kept" over the whole sequence, or "scratch" per round.
             rollback: "log" or "replay", see `Chain`.
+            ahead: Whether the device decides, see `Chain`.
 
         Raises:
             InputError: There is no such drafter or option, or no draft in the bundle.
@@ -80,6 +82,7 @@ class Engines:
             vocab_size=manifest.trunk.vocab_size,
             stop_ids=self.stop_ids,
             rollback=rollback,
+            ahead=ahead,
         )
 
     def _drafter(self, cache: Cache, name: DrafterName | None, draft_kv: DraftKV) -> Drafter:

@@ -16,7 +16,7 @@ class Round:
     prompt_tokens: int = 0  # fed before the first token; 0 in all later rounds
     trunk_calls: int = 1
     seconds: float = 0.0
-    draft_seconds: float = 0.0  # part of `seconds`
+    draft_seconds: float = 0.0  # part of `seconds`; 0 where a round is one piece of device work
     finish_reason: str | None = None  # "eos", "length" or "capacity" in the last round
 
     @property

@@ -63,10 +63,17 @@ def test_the_two_sets_of_addresses_are_each_others_mirror(toy: Toy) -> None:
     for pair in spec.states:
         assert even[pair.input] is odd[pair.output] and even[pair.output] is odd[pair.input]
         assert (even[pair.input] is even[pair.output]) == pair.in_place
-    for tensor in spec.inputs:
-        assert even[tensor.name] is odd[tensor.name]
-    for tensor in spec.outputs:
-        assert even[tensor.name] is not odd[tensor.name]
+    for tensor in (*spec.inputs, *spec.outputs):
+        assert (even[tensor.name] is odd[tensor.name]) == (tensor.name == "rows")
+
+
+def test_a_call_leaves_its_counters_where_the_next_one_reads_them(toy: Toy) -> None:
+    cache = toy.cache()
+    for here, after in ((cache.tensors(0), cache.tensors(1)), (cache.tensors(1), cache.tensors(0))):
+        assert here["next_kept"] is after["kept"] and here["next_position"] is after["position"]
+        after["ids"].write([1, 2, 3, 4, 5])
+        here["pending"].write(9)
+        assert after["ids"].read().tolist() == [9, 2, 3, 4, 5]
 
 
 def test_inputs_of_a_call_say_where_it_stands(toy: Toy) -> None:
@@ -74,8 +81,15 @@ def test_inputs_of_a_call_say_where_it_stands(toy: Toy) -> None:
     cache.advance([3, 1])
     cache.commit(2, 4)
     cache.feed([4, 6, 7])
-    fed = {name: buffer.read().tolist() for name, buffer in cache.inputs.items()}
+    inputs = cache.inputs[cache.parity]
+    fed = {name: buffer.read().tolist() for name, buffer in inputs.items()}
     assert fed == {"ids": [4, 6, 7, -1, -1], "position": [2], "rows": [3], "kept": [2]}
+    cache.feed([4], rows=5)
+    assert [inputs[n].read().tolist() for n in ("ids", "rows")] == [[4, -1, -1, -1, -1], [5]]
+    cache.follow(8)
+    left = cache.outputs[cache.parity]
+    assert [left[n].read().tolist() for n in ("next_ids", "accepted")] == [[1, 8, -1, -1, -1], [1]]
+    assert cache.inputs[1 - cache.parity]["position"].read().tolist() == [0]
 
 
 def test_undo_brings_back_states_and_features(toy: Toy) -> None:

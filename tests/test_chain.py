@@ -120,19 +120,19 @@ def test_prompts_of_every_length_up_to_the_capacity() -> None:
 
 # --- mutants of style.md 5.2: break the source, see which property notices ---
 
-COMMIT = "cache.commit(len(tokens), tokens[-1])"
-SHIFTED = "ids = [*cache.tokens[cache.position + 1 :], token]"
+COMMIT = "cache.commit(len(tokens), tokens[-1])\n        return tokens, min(accepted"
+SHIFTED = "self._padded([*self.tokens[self.position + 1 :], token])"
 MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
     "rollback one short": (
         chain_module,
         COMMIT,
-        "cache.commit(min(len(ids), len(tokens) + 1), tokens[-1])",
+        COMMIT.replace("len(tokens)", "min(len(ids), len(tokens) + 1)"),
         {"tokens", "counts"},
     ),
     "no rollback": (
         chain_module,
         COMMIT,
-        "cache.commit(len(ids), tokens[-1])",
+        COMMIT.replace("len(tokens)", "len(ids)"),
         {"tokens", "counts"},
     ),
     "pending token not fed again": (
@@ -148,33 +148,33 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
         {"tokens", "counts"},
     ),
     "feature of the last row": (
-        drafters_module,
-        'entry["row"].write(cache.kept - 1)',
-        'entry["row"].write(cache.width - 1)',
+        cache_module,
+        'outputs["accepted"].write(self.kept - 1)',
+        'outputs["accepted"].write(self.width - 1)',
         {"guesses"},
     ),
     "feature one row early": (
-        drafters_module,
-        'entry["row"].write(cache.kept - 1)',
-        'entry["row"].write(max(0, cache.kept - 2))',
+        cache_module,
+        'outputs["accepted"].write(self.kept - 1)',
+        'outputs["accepted"].write(max(0, self.kept - 2))',
         {"guesses"},
     ),
     "drafter fed the wrong token": (
-        drafters_module,
+        cache_module,
         SHIFTED,
-        "ids = cache.tokens[cache.position :]",
+        "self._padded(self.tokens[self.position :])",
         {"guesses"},
     ),
     "draft rows one position late": (
-        drafters_module,
-        'entry["position"].write(cache.position)',
-        'entry["position"].write(cache.position + 1)',
+        cache_module,
+        '["position"].write(self.position)',
+        '["position"].write(self.position + 1)',
         {"guesses"},
     ),
     "features of the call before": (
         drafters_module,
-        "self._encode[cache.parity].run()",
-        "self._encode[1 - cache.parity].run()",
+        'ids, outputs = cache.inputs[parity]["ids"], cache.outputs[parity]',
+        'ids, outputs = cache.inputs[parity]["ids"], cache.outputs[1 - parity]',
         {"guesses"},
     ),
     "states do not change places": (
@@ -185,14 +185,14 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
     ),
     "kept of the call before": (
         cache_module,
-        'self.inputs["kept"].write(self.kept)',
-        'self.inputs["kept"].write(max(0, self.kept - 1))',
+        'inputs["kept"].write(self.kept)',
+        'inputs["kept"].write(max(0, self.kept - 1))',
         {"tokens", "counts"},
     ),
     "position without the kept rows": (
         cache_module,
-        'self.inputs["position"].write(len(self.tokens))',
-        'self.inputs["position"].write(self.position)',
+        'inputs["position"].write(len(self.tokens))',
+        'inputs["position"].write(self.position)',
         {"tokens", "counts"},
     ),
 }

@@ -22,7 +22,6 @@ from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
-from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.trt import TrtBinding, TrtSession, open_sessions
 from eagle_chain.runtime.weights import blocks, converted
 from tests.standin import standins
@@ -91,14 +90,10 @@ def test_whole_rounds_as_graphs_give_what_the_chain_gives(
     engines: Engines, reference: dict[int, list[int]], k: int
 ) -> None:
     """Drafted tokens are written to the ids of the next call, where TensorRT takes no address."""
-    rounds = Rounds(engines.sessions, k)
-    out = [rounds.start(PROMPT)]
-    for verdict in rounds.verdicts():
-        out += verdict.tokens
-        if len(out) >= 30:
-            break
-    assert out[:30] == reference[0]
-    assert all(graph is not None for graph in rounds._graphs)
+    device, host = engines.chain(), engines.chain(ahead=False)
+    assert tokens(device, k=k) == tokens(host, k=k) == reference[0]
+    assert {key[1:] for key in device.device.graphs} == {(k, 0), (k, 1)}
+    assert not host.device.graphs
 
 
 def test_two_chains_share_one_engine(engines: Engines, reference: dict[int, list[int]]) -> None:

@@ -222,7 +222,7 @@ def test_a_rollback_that_keeps_one_row_too_few_fails(
 ) -> None:
     def feed(self: Cache, ids: list[int]) -> None:
         original(self, ids)
-        self.inputs["kept"].write(max(min(1, self.kept), self.kept - 1))
+        self.inputs[self.parity]["kept"].write(max(min(1, self.kept), self.kept - 1))
 
     original = Cache.feed
     monkeypatch.setattr(Cache, "feed", feed)

@@ -38,20 +38,20 @@ from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.shapes import configs as published
 from eagle_chain.export.shapes import stored as stored_weights
+from eagle_chain.runtime.bench import Stand
 from eagle_chain.runtime.buffers import Buffer, HostMemory, Memory
+from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.drafters import EagleDrafter
 from eagle_chain.runtime.measure import (
-    clock,
     copy_bandwidth,
-    fill_states,
-    host_time,
     random_tensors,
     state_bytes,
     weight_bytes,
 )
 from eagle_chain.runtime.ort import SPEC_DTYPES, OrtBinding, onnxruntime
 from eagle_chain.runtime.ort_cuda import OrtCudaSession
-from eagle_chain.runtime.rounds import Rounds
 
 POSITION = 1000
 
@@ -398,18 +398,14 @@ class Series:
     def small_round(self, bench: Bench, configs: tuple[TrunkConfig, DraftConfig]) -> Any:
         """Replayed rounds against plain decoding: equal tokens, also once graphs take over."""
         prompt = [int(i) for i in np.random.default_rng(5).integers(0, configs[0].vocab_size, 7)]
-        plain, drafted = Rounds(bench.sessions, 0), Rounds(bench.sessions, 4)
-        want = [plain.start(prompt)]
-        while len(want) < 40:
-            want += plain.queue()().tokens
-        got = [drafted.start(prompt)]
-        accepted: list[int] = []
-        verdicts = drafted.verdicts()
-        while len(got) < 40:
-            verdict = next(verdicts)
-            accepted.append(verdict.accepted)
-            got += verdict.tokens
-        return {"equal": got[:40] == want[:40], "accepted": accepted}
+        sessions = bench.sessions
+        cache = Cache(sessions["trunk"].spec, bench.memory, bench.options.capacity)
+        drafter = EagleDrafter(cache, *(sessions[n] for n in ("encoder", "draft", "draft_step")))
+        chain = Chain(sessions["trunk"], cache, drafter, vocab_size=configs[0].vocab_size)
+        want = chain.generate(prompt, max_new_tokens=40, k=0).tokens
+        rounds = list(chain.rounds(prompt, max_new_tokens=40, k=4))
+        got = [token for round in rounds for token in round.tokens]
+        return {"equal": got == want, "accepted": [r.accepted for r in rounds[1:]]}
 
     def pipe_stage(self) -> Any:
         """What the memory does."""
@@ -463,15 +459,8 @@ class Series:
         bench = self.bench_of(profile, dtype, width, capacity, names)
         found: dict[str, Any] = {"set_up_s": round(time.monotonic() - begin, 1)}
         k = width - 1 if whole else 0
-        rounds = Rounds(bench.sessions, k)
-        rounds.reset()
-        rounds.fill(fill_states)
-
-        parts: dict[str, Any] = {}
-        for name, part in rounds.parts[0]:
-            if name not in parts:
-                rounds.stand(position)
-                parts[name] = clock(self.memory, part.run, 40).to_json()
+        stand = Stand(bench.sessions, capacity, k, position)
+        parts = {name: stand.part(name, 40).to_json() for name in stand.parts}
         found["parts"] = parts
         trunk = bench.sessions["trunk"]
         moved = weight_bytes(trunk.weights) + state_bytes(trunk.spec, position)
@@ -481,20 +470,8 @@ class Series:
             parts[n]["median_ms"] for n in ("verify", "plain") if n in parts
         ) / (weight_bytes(trunk.weights) / 4.27e12 * 1e3)
         if whole:
-            rounds.stand(position)
-            for _ in range(8):  # both parities past their warm-up
-                rounds.queue()
-            self.memory.synchronize()
-            rounds.stand(position)
-            # random weights accept nothing: a round moves the position by one
-            found["round"] = clock(self.memory, rounds.queue, 40).to_json()
-            found["round_host_ms"] = host_time(self.memory, rounds.queue)
-            begin = time.perf_counter()
-            verdicts = rounds.verdicts()
-            for _ in range(40):
-                next(verdicts)
-            found["round_wall_ms"] = (time.perf_counter() - begin) / 40 * 1e3
-            self.memory.synchronize()
+            found["round"] = stand.whole(40).to_json()
+            found["round_host_ms"] = stand.host(40)
         found["free_GB"] = self.memory.free_bytes() / 1e9
         return found
 
@@ -505,11 +482,7 @@ class Series:
 
         os.environ["EAGLE_CHAIN_DEPENDENT_LAUNCH"] = "0"  # or kernels overlap in the trace
         bench = self.bench_of(profile, dtype, engines=("trunk",), graphs=False)
-        rounds = Rounds(bench.sessions, 0, graphs=False)
-        rounds.reset()
-        rounds.fill(fill_states)
-        rounds.stand(POSITION)
-        run = rounds.trunk[0].run
+        run = Stand(bench.sessions, 4096, 0, POSITION).parts["plain"].run
         for _ in range(3):
             run()
         self.memory.synchronize()

@@ -35,6 +35,7 @@ from eagle_chain.engines.plans import layer_dtypes
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
+from eagle_chain.runtime.bench import Stand
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
@@ -43,12 +44,10 @@ from eagle_chain.runtime.measure import (
     clock,
     copy_bandwidth,
     fill_states,
-    host_time,
     random_tensors,
     state_bytes,
     weight_bytes,
 )
-from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.trt import TrtEngine, TrtSession, open_sessions
 from tests import qwen_9b
 
@@ -130,8 +129,11 @@ class Series:
                 chain = engines.chain()
                 result[f"k{k}"] = same(tokens(chain, prompt, k, len(wanted)), plain)
                 result[f"k{k}_again"] = same(tokens(chain, prompt, k, len(wanted)), plain)
-                result[f"rounds_k{k}"] = same(rounds(engines, prompt, k, len(wanted)), plain)
-            result["no_graphs"] = same(tokens(ungraphed.chain(), prompt, 4, len(wanted)), plain)
+                host = engines.chain(ahead=False)
+                result[f"host_k{k}"] = same(tokens(host, prompt, k, len(wanted)), plain)
+            result["no_graphs"] = same(
+                tokens(ungraphed.chain(ahead=False), prompt, 4, len(wanted)), plain
+            )
             replay = engines.chain(rollback="replay")
             result["replay"] = same(tokens(replay, prompt, 4, len(wanted)), plain)
             found[f"prompt{i}"] = result
@@ -178,7 +180,7 @@ class Series:
             outputs = []
             for in_place in (True, False):
                 tensors = buffers(session, in_place=in_place)
-                fill_states([(p, tensors[p.input], tensors[p.input]) for p in session.spec.states])
+                fill_states([(p, [tensors[p.input]]) for p in session.spec.states])
                 for tensor in session.spec.inputs:
                     if tensor.dtype == "int32":
                         tensors[tensor.name].write({"position": 7, "row": 0}.get(tensor.name, 1))
@@ -267,27 +269,10 @@ class Series:
         found["state_bytes"] = state_bytes(trunk.spec, POSITION)
         found["scratch_bytes"] = {n: s.engine.scratch_bytes for n, s in sessions.items()}
         for k in (0, 4):
-            whole = Rounds(sessions, k)
-            whole.reset()
-            fill_states(whole._states)
-            stand(whole)
-            parts = {}
-            for name, part in whole.parts[0]:
-                if name not in parts:
-                    parts[name] = clock(memory, part.run, 40).to_json()
-            stand(whole)
-            for _ in range(8):
-                whole.queue()
-            memory.synchronize()
-            stand(whole)
-            parts["round"] = clock(memory, whole.queue, 40).to_json()
-            parts["host_ms"] = host_time(memory, whole.queue)
-            verdicts = whole.verdicts()
-            begin = time.perf_counter()
-            for _ in range(40):
-                next(verdicts)
-            parts["wall_ms"] = (time.perf_counter() - begin) / 40 * 1e3
-            memory.synchronize()
+            stand = Stand(sessions, options.capacity, k, POSITION)
+            parts = {name: stand.part(name, 40).to_json() for name in stand.parts}
+            parts["round"] = stand.whole(40).to_json()
+            parts["host_ms"] = stand.host(40)
             found[f"k{k}"] = parts
         step = found["k0"]["plain"]["median_ms"]
         found["TBps_of_weights"] = moved / step * 1e3 / 1e12
@@ -330,7 +315,7 @@ class Series:
         )
         session = sessions["trunk"]
         tensors = buffers(session, in_place=True)
-        fill_states([(p, tensors[p.input], tensors[p.input]) for p in session.spec.states])
+        fill_states([(p, [tensors[p.input]]) for p in session.spec.states])
         timed = clock(memory, session.bind(tensors).run, 60)
         moved = weight_bytes(session.engine.weights)
         return {
@@ -460,16 +445,6 @@ def tokens(chain: Chain, prompt: list[int], k: int, count: int) -> list[int]:
     return list(chain.generate(prompt, max_new_tokens=count, k=k, stop_ids=()).tokens)
 
 
-def rounds(engines: Engines, prompt: list[int], k: int, count: int) -> list[int]:
-    whole = Rounds(engines.sessions, k)
-    out = [whole.start(prompt)]
-    for verdict in whole.verdicts():
-        out += verdict.tokens
-        if len(out) >= count:
-            return out[:count]
-    raise AssertionError("rounds never end")
-
-
 def same(one: list[int], other: list[int]) -> Any:
     """True, or where they part."""
     parted = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
@@ -491,16 +466,6 @@ def interleaved(engines: Engines, saved: Any) -> bool:
             step = next(request, None)
             out[i] += step.tokens if step else ()
     return out == alone
-
-
-def stand(whole: Rounds) -> None:
-    """Put a sequence in the middle of its capacity, as after a round that accepted two drafts."""
-    for side in whole._sides:
-        side["position"].write(POSITION)
-        side["kept"].write(3)
-        side["accepted"].write(2)
-        side["ids"].write([7, 8, 9, 10, 11])
-        side["next_ids"].write([9, 10, 11, 12, 13])
 
 
 def main() -> None:

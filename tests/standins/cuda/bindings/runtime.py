@@ -1,7 +1,8 @@
 """A stand-in for cuda-python over host memory: "device" addresses are this process's own.
 
 Work on a stream happens at once, unless the stream is being captured: then it is recorded, and
-happens at each launch of the graph. `DEVICE` and `allocated` are for tests to look at and change.
+happens at each launch of the graph. With `DEVICE.late` it happens as late as it may: when somebody
+waits for it. `DEVICE` and `allocated` are for tests to look at and change.
 """
 # ruff: noqa: D101
 
@@ -35,6 +36,7 @@ class cudaStreamCaptureMode(enum.IntEnum):
 OK = cudaError_t.cudaSuccess
 DEVICE = SimpleNamespace(
     count=1,
+    late=False,
     properties=SimpleNamespace(
         name=b"Stand-in GPU\0\0",
         major=9,
@@ -47,16 +49,29 @@ allocated: dict[int, ctypes.Array] = {}
 _pinned: dict[int, ctypes.Array] = {}
 _recording: dict[int, list] = {}  # stream -> work
 _graphs: dict[int, list] = {}
+_late: dict[int, list] = {}  # stream -> work that nobody has waited for, and events
 _next = iter(range(1, 1 << 30))
 
 
 def queue(stream, work):
-    """Do it, or record it."""
+    """Do it, record it, or leave it for later."""
     if int(stream) in _recording:
         _recording[int(stream)].append(work)
+    elif DEVICE.late:
+        _late.setdefault(int(stream), []).append(work)
     else:
         work()
     return (OK,)
+
+
+def _catch_up(stream, event=None):
+    """Do what is left on a stream, up to an event."""
+    left = _late.get(int(stream), [])
+    end = left.index(event) + 1 if event in left else 0 if event is not None else len(left)
+    work, left[:end] = left[:end], []
+    for item in work:
+        if callable(item):
+            item()
 
 
 def cudaGetDeviceCount():
@@ -88,6 +103,8 @@ def cudaMalloc(size):
 
 
 def cudaFree(address):
+    for stream in _late:
+        _catch_up(stream)
     allocated.pop(address, None)
     return (OK,)
 
@@ -119,6 +136,7 @@ def cudaStreamDestroy(stream):
 def cudaStreamSynchronize(stream):
     if int(stream) in _recording:
         return (cudaError_t.cudaErrorStreamCaptureUnsupported,)
+    _catch_up(stream)
     return (OK,)
 
 
@@ -185,10 +203,16 @@ def cudaEventDestroy(event):
 
 
 def cudaEventRecord(event, stream):
+    left = _late.setdefault(int(stream), [])
+    if event in left:  # an event marks the last place where it was recorded
+        left.remove(event)
+    left.append(event)
     return (OK,)
 
 
 def cudaEventSynchronize(event):
+    for stream in _late:
+        _catch_up(stream, event)
     return (OK,)
 
 
