@@ -6,10 +6,14 @@ are both named. All problems of one file come in one error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from dataclasses import field as dataclass_field
 from typing import Any, TypeVar
 
+from eagle_chain.engines.aux_layers import read_aux
+from eagle_chain.engines.draft_keys import DRAFT_TYPES as DRAFT_TYPES
+from eagle_chain.engines.draft_keys import draft_places, read_variant
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import (
     Place,
@@ -21,9 +25,9 @@ from eagle_chain.engines.fields import (
     show,
 )
 from eagle_chain.engines.fields import read_json as read_json
+from eagle_chain.engines.overrides import NONE, ROPE_THETA, DraftOverrides
 
 TRUNK_TYPES = ("qwen3_5", "qwen3_5_text")
-DRAFT_TYPES = ("llama",)
 LAYER_KINDS = ("linear_attention", "full_attention")
 
 # The sizes of both models: field -> lowest and highest value that makes sense.
@@ -46,7 +50,6 @@ SIZES = {
 }
 LAYERS = (1, 1 << 12)
 NORM_EPS = (1e-12, 0.1)
-ROPE_THETA = (1.0, 1e12)
 # How the fields are called in a config.json, where the name differs.
 KEYS = {
     "attention_heads": "num_attention_heads",
@@ -59,8 +62,15 @@ KEYS = {
     "max_positions": "max_position_embeddings",
     "trunk_hidden_size": "target_hidden_size",
 }
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-NAME_AUX = "name the layers whose outputs the draft was trained on (option --aux-layers)"
+# Weights of a draft that may be the trunk's; own ones have `draft.` before the name.
+EMBEDDINGS = ("embed_tokens.weight", "draft.embed_tokens.weight")
+HEADS = ("draft.lm_head.weight", "lm_head.weight", *EMBEDDINGS)
+# The products of a draft that may have a bias.
+LINEARS = (
+    "fc",
+    *(f"midlayer.self_attn.{part}_proj" for part in "qkvo"),
+    *(f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
 
 Config = TypeVar("Config", "TrunkConfig", "DraftConfig")
 
@@ -193,6 +203,19 @@ class DraftConfig:
     trunk_hidden_size: int
     aux_layers: tuple[int, ...]  # trunk layers whose *outputs* are the features, ascending
     aux_source: str = ""  # where aux_layers come from and how the ids were read, for people
+    norm_before_fc: bool = False  # one norm over the features, `input_norm`
+    fc_norm: bool = False  # a norm per aux layer, `fc_norm.N` (EAGLE 3.1)
+    norm_before_residual: bool = False  # the residual is the normed g
+    norm_output: bool = False  # the recurrence is the normed output (EAGLE 3.1)
+    qk_norm: bool = False  # norms on the heads of queries and keys, as Qwen3 has
+    fc: bool = True  # False: the one aux layer enters as it is
+    biases: tuple[str, ...] = ()  # of LINEARS, in that order
+    embedding: str = EMBEDDINGS[0]  # in the bundle's table of weights
+    head: str = HEADS[0]  # in the bundle's table of weights
+    absolute_d2t: bool = False  # `d2t` holds ids of the trunk instead of offsets to them
+    logit_scale: float = 1.0
+    # Where the flags come from, for people.
+    sources: tuple[str, ...] = dataclass_field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Refuse values that no checkpoint can have, wherever they come from."""
@@ -202,6 +225,7 @@ class DraftConfig:
             problems.append(f"aux_layers: got {show(self.aux_layers)}, wanted ascending layers")
         if not isinstance(self.aux_source, str):
             problems.append(f"aux_source: got {show(self.aux_source)}, wanted text")
+        problems += _variant_problems(self)
         raise_all("draft config", problems)
 
     @property
@@ -214,37 +238,28 @@ class DraftConfig:
         data: Mapping[str, Any],
         trunk: TrunkConfig,
         where: str,
-        aux_layers: Iterable[int] | None = None,
-        rope_theta: float | None = None,
-        rotary_dim: int | None = None,
+        overrides: DraftOverrides = NONE,
     ) -> DraftConfig:
-        """Read the `config.json` of a draft made for `trunk`.
+        """Read the `config.json` of a draft made for `trunk`, flat or nested as speculators has it.
+
+        What only the tensors tell (`biases`, `qk_norm`, `fc`, `embedding`, `head`, `absolute_d2t`)
+        is left for `export.checkpoint.open_draft` to settle.
 
         Args:
             data: The parsed file.
             trunk: The trunk whose features and embedding the draft reads.
             where: What to call the file in errors.
-            aux_layers: Trunk layers whose outputs are the features, instead of the file's ids.
-            rope_theta: Rotary base, instead of the file's.
-            rotary_dim: Leading dims of each head that rotate, instead of the file's. Many drafts
-                were trained with full rotation while their config says 0.25.
+            overrides: What to take instead of the file's values. Many drafts were trained with full
+                rotation, for one, while their config says 0.25.
 
         Raises:
             InputError: Something is missing, contradictory, out of range or not implemented.
         """
         read = Reader(where, data)
-        for key in ("speculators_config", "transformer_layer_config", "speculators_model_type"):
-            read.pin(key, because="the speculators format is not supported yet")
-        if not read.problems:
-            _check_model_type(read, DRAFT_TYPES)
-        eagle = data.get("eagle_config", {})
-        if eagle is not None and not isinstance(eagle, Mapping):
-            read.note("eagle_config", eagle, "an object", "restore the published file")
-        read.finish()  # for another kind of model the rest of the list would be noise
-        everywhere: list[Place] = [*read.places, ("eagle_config.", eagle or {})]
+        everywhere = draft_places(read)
 
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "attention_heads"):
-            read.integer(field, KEYS.get(field, field), SIZES[field])
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "attention_heads"):
+            read.integer(name, KEYS.get(name, name), SIZES[name])
         known = read.values
         # What a Llama config may leave out, by Llama's own rules.
         if read.present("head_dim") or not {"hidden_size", "attention_heads"} <= known.keys():
@@ -253,30 +268,34 @@ class DraftConfig:
             read.note("head_dim", None, "the width of a head, as heads do not divide hidden_size")
         else:
             known["head_dim"] = known["hidden_size"] // known["attention_heads"]
-        for field, same in (
+        for name, same in (
             ("kv_heads", "attention_heads"),
             ("draft_vocab_size", "vocab_size"),
             ("trunk_hidden_size", "hidden_size"),
         ):
-            if same in known or read.present(KEYS.get(field, field)):
-                read.integer(field, KEYS.get(field, field), SIZES[field], known.get(same))
+            if same in known or read.present(KEYS.get(name, name)):
+                read.integer(name, KEYS.get(name, name), SIZES[name], known.get(same))
         read.number("norm_eps", "rms_norm_eps", limits=NORM_EPS)
 
-        layers, depth = None if aux_layers is None else list(aux_layers), len(trunk.layer_types)
-        _check_overrides(known.get("head_dim"), depth, layers, rope_theta, rotary_dim)
+        depth = len(trunk.layer_types)
+        overrides.check(known.get("head_dim"), depth)
         places = _rope_places(read)
-        if rotary_dim is None:
+        if overrides.rotary_dim is None:
             _read_rotary_dim(read, places, default=1.0)
         else:
-            known["rotary_dim"] = rotary_dim
+            known["rotary_dim"] = overrides.rotary_dim
         rotary = ("rope_theta", "rope_theta", "rotary_emb_base")
-        if rope_theta is None:
+        if overrides.rope_theta is None:
             read.number(*rotary, limits=ROPE_THETA, places=places)
         else:
-            known["rope_theta"] = float(rope_theta)
-        _refuse_variants(read, everywhere)
+            known["rope_theta"] = float(overrides.rope_theta)
+        read_variant(read, everywhere, overrides)
+        if known.get("draft_vocab_size", -1) == known.get("vocab_size"):
+            tied = read.find("tie_word_embeddings")
+            if tied is not None and tied[1] is True:  # a part of a vocabulary cannot be tied
+                known["head"] = EMBEDDINGS[0]
         _check_same_trunk(read, trunk)
-        _read_aux(read, everywhere, depth, layers)
+        read_aux(read, everywhere, depth, overrides)
         read.problems += _problems(read.values, KEYS)
         read.finish()
         return DraftConfig(**read.values)
@@ -427,142 +446,33 @@ def _read_eos(read: Reader) -> None:
     read.values["eos_ids"] = tuple(ids)
 
 
-def _refuse_variants(read: Reader, everywhere: list[Place]) -> None:
-    """Refuse each draft variant that we do not implement, wherever its flag stands."""
-    later = "is not supported yet"
-    for key, usual, what in (
-        ("norm_before_residual", False, "a residual taken after the norm"),
-        ("norm_before_fc", False, "a norm in front of fc"),
-        ("fc_norm", False, "a norm per feature chunk (EAGLE 3.1)"),
-        ("use_aux_norm", False, "a norm per feature chunk (EAGLE 3.1)"),
-        ("norm_output", False, "a recurrence taken after the last norm (EAGLE 3.1)"),
-        ("return_hidden_post_norm", False, "a recurrence taken after the last norm (EAGLE 3.1)"),
-        ("use_aux_hidden_state", True, "a draft without auxiliary features (EAGLE-1)"),
-        ("next_layer_regular", True, "a draft with irregular layers"),
-        ("eh_proj_before_attn", False, "a projection in front of attention"),
-        ("parallel_drafting", False, "parallel drafting"),
-        ("attention_bias", False, "a projection with a bias"),
-        ("mlp_bias", False, "a projection with a bias"),
-        ("bias", False, "a projection with a bias"),
-        ("use_sliding_window", False, "a sliding window"),
-    ):
-        read.pin(key, usual, because=f"{what} {later}", places=everywhere)
-    if read.require("num_hidden_layers", wanted="1"):
-        read.pin("num_hidden_layers", 1, because=f"a draft of several layers {later}")
-    read.pin("hidden_act", "silu", "swish", because="only SiLU is implemented")
-    read.pin("logit_scale", 1, 1.0, because=f"a scale on the logits {later}")
-    for key in ("quantization_config", "quantization"):  # transformers and MLX
-        read.pin(key, because="use the original, unquantised draft")
-    if read.values.get("draft_vocab_size", -1) == read.values.get("vocab_size"):
-        read.pin("tie_word_embeddings", False, because=f"a head tied to the embedding {later}")
-    names = read.places[0][1].get("architectures")
-    for name in names if isinstance(names, list) else []:
-        if "qwen" in str(name).lower():
-            why = f"a draft with norms on queries and keys {later}"
-            read.note("architectures", name, "a Llama-style EAGLE-3 draft", why)
-
-
 def _check_same_trunk(read: Reader, trunk: TrunkConfig) -> None:
-    """The draft reads the trunk's embedding and features, so their sizes must be the trunk's."""
+    """The draft reads the trunk's tokens and features, so their sizes must be the trunk's."""
     other = "is this draft made for this trunk?"
-    vocabulary, hidden = read.values.get("vocab_size"), read.values.get("hidden_size")
-    width = read.values.get("trunk_hidden_size")
+    vocabulary, width = read.values.get("vocab_size"), read.values.get("trunk_hidden_size")
     if vocabulary is not None and vocabulary != trunk.vocab_size:
         read.note("vocab_size", vocabulary, f"{trunk.vocab_size}, as in the trunk", other)
     if width is not None and width != trunk.hidden_size:
         key = "target_hidden_size" if read.present("target_hidden_size") else "hidden_size"
         read.note(key, width, f"{trunk.hidden_size}, as in the trunk", other)
-    elif width is not None and hidden is not None and hidden != width:
-        why = "a draft of another width than its trunk needs its own embedding: not supported yet"
-        read.note("hidden_size", hidden, f"{width}, as in the trunk", why)
 
 
-def _check_overrides(
-    head_dim: Any,
-    depth: int,
-    aux_layers: list[int] | None,
-    rope_theta: float | None,
-    rotary_dim: int | None,
-) -> None:
-    """Refuse what was given instead of the file's values, by the names of the options."""
-    given = Reader("", {})
-    if aux_layers is not None and not is_ascending(aux_layers, (0, depth - 1)):
-        given.note("--aux-layers", aux_layers, f"layers from 0 to {depth - 1}, strictly ascending")
-    if rope_theta is not None and not is_number(rope_theta, ROPE_THETA):
-        low, high = ROPE_THETA
-        given.note("--rope-theta", rope_theta, f"a number from {low:g} to {high:g}")
-    if rotary_dim is not None and is_integer(head_dim, SIZES["head_dim"]):
-        if not is_integer(rotary_dim, (2, head_dim)) or rotary_dim % 2:
-            wanted = f"an even number from 2 to {head_dim}, the draft's head_dim"
-            given.note("--rotary-dim", rotary_dim, wanted)
-    raise_all("options for the draft", given.problems)
-
-
-def _read_aux(read: Reader, everywhere: list[Place], depth: int, given: list[int] | None) -> None:
-    """Resolve the aux layer ids of a draft for a trunk of `depth` layers to layer outputs."""
-    found: tuple[list[int], str] | None
-    if given is None:
-        found = _stated_aux(read, everywhere, depth)
-    else:
-        found = (given, f"{given} given as layer outputs")
-    if found is None:
-        return
-    count = read.find("num_aux_hidden_states", places=everywhere)
-    if count is not None and count[1] != len(found[0]):
-        read.note(*count, f"{len(found[0])}, the number of aux layers", NAME_AUX)
-    read.values["aux_layers"], read.values["aux_source"] = tuple(found[0]), found[1]
-
-
-def _stated_aux(read: Reader, everywhere: list[Place], depth: int) -> tuple[list[int], str] | None:
-    """Layer outputs and where they come from; without ids in the file, the usual ones."""
-    listed = [
-        (prefix + AUX_KEY, place[AUX_KEY])
-        for prefix, place in everywhere
-        if place.get(AUX_KEY) is not None
-    ]
-    if not listed:
-        for key in ("target_layer_ids", "layer_ids"):
-            read.pin(key, because=f"only {AUX_KEY} is read; {NAME_AUX}", places=everywhere)
-        if depth < 8:
-            read.note(AUX_KEY, None, "the layers that the features come from", NAME_AUX)
-            return None
-        ids = _usual_outputs(depth)
-        return ids, f"{ids}, the usual layer outputs for {depth} layers"
-    name, raw = listed[0]
-    if len(listed) > 1:
-        read.note(*listed[1], f"no ids beside {name}", NAME_AUX)
-        return None
-    if not isinstance(raw, list) or not is_ascending(raw, (0, depth)):
-        wanted = f"layer ids from 0 to {depth}, strictly ascending"
-        read.note(name, raw, wanted, "is this draft made for this trunk?")
-        return None
-    convention = "boundaries" if name == AUX_KEY else _convention(raw, depth)
-    if convention is None:
-        read.note(name, raw, "ids that are either layer outputs or boundaries", NAME_AUX)
-        return None
-    ids = [i - 1 for i in raw] if convention == "boundaries" else raw
-    if not is_ascending(ids, (0, depth - 1)):
-        wanted = f"layer outputs from 0 to {depth - 1}, or boundaries from 1 to {depth}"
-        read.note(name, raw, f"{wanted} (read as {convention})", NAME_AUX)
-        return None
-    return ids, f"{name} {raw} read as {convention}"
-
-
-def _usual_outputs(depth: int) -> list[int]:
-    """The layers that every trainer taps by default."""
-    return [1, depth // 2 - 1, depth - 4]
-
-
-def _convention(ids: list[int], depth: int) -> str | None:
-    """What ids under `eagle_config` are: "layer outputs", "boundaries", or None when unclear.
-
-    Boundary i is the input of layer i, so the output of layer i - 1. SpecForge and SGLang write
-    outputs, some others boundaries. The usual ids tell which; for others a guess would only show
-    as low acceptance. (At top level, where vLLM and speculators put them, they are boundaries.)
-    """
-    usual = _usual_outputs(depth)
-    outputs = ids[0] == 1 or ids == usual
-    boundaries = ids[0] == 2 or ids[-1] == depth or ids == [i + 1 for i in usual]
-    if outputs == boundaries:
-        return None
-    return "layer outputs" if outputs else "boundaries"
+def _variant_problems(config: DraftConfig) -> list[str]:
+    """Values of the fields that say which variant a draft is."""
+    problems = []
+    flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm", "fc")
+    for name in (*flags, "absolute_d2t"):
+        if not isinstance(getattr(config, name), bool):
+            problems.append(f"{name}: got {show(getattr(config, name))}, wanted true or false")
+    for name, allowed in (("embedding", EMBEDDINGS), ("head", HEADS)):
+        if getattr(config, name) not in allowed:
+            wanted = f"one of {', '.join(allowed)}"
+            problems.append(f"{name}: got {show(getattr(config, name))}, wanted {wanted}")
+    biases, sources = config.biases, config.sources
+    if not isinstance(biases, tuple) or biases != tuple(n for n in LINEARS if n in biases):
+        problems.append(f"biases: got {show(biases)}, wanted some of {', '.join(LINEARS)}")
+    if not isinstance(sources, tuple) or not all(isinstance(s, str) for s in sources):
+        problems.append(f"sources: got {show(sources)}, wanted texts")
+    if not is_number(config.logit_scale, (1e-6, 1e6)):
+        problems.append(f"logit_scale: got {show(config.logit_scale)}, wanted a number above 0")
+    return problems

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.draft_keys import FLAGS
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
 from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.plans import plan_report
 from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import (
@@ -67,14 +69,16 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def pair_lines(
-    trunk: TrunkConfig, draft: DraftConfig | None, ignored: Mapping[str, int], options: Options
+    trunk: TrunkConfig,
+    draft: DraftConfig | None,
+    ignored: Mapping[str, int],
+    options: Options,
+    overrides: DraftOverrides = NONE,
 ) -> list[str]:
     """What a pair is and what engines are made of it, a line each."""
     lines = [f"trunk    {trunk_line(trunk)}"]
     if draft is not None:
-        layers = ", ".join(map(str, draft.aux_layers))
-        source = f" ({draft.aux_source})" if draft.aux_source else ""
-        lines += [f"draft    {draft_line(draft)}", f"features outputs of layers {layers}{source}"]
+        lines += draft_lines(draft, overrides)
     return [
         *lines,
         f"ignored  {ignored_line(ignored)}",
@@ -91,6 +95,53 @@ def trunk_line(trunk: TrunkConfig) -> str:
         f"{kinds['full_attention']} full attention), hidden {trunk.hidden_size}, "
         f"vocabulary {trunk.vocab_size}, {'tied' if trunk.tied_head else 'own'} head"
     )
+
+
+def draft_lines(draft: DraftConfig, overrides: DraftOverrides = NONE) -> list[str]:
+    """A draft, its variant and which layers it reads, a line each."""
+    layers = ", ".join(map(str, draft.aux_layers))
+    source = f" ({draft.aux_source})" if draft.aux_source else ""
+    lines = [
+        f"draft    {draft_line(draft)}",
+        f"variant  {variant_line(draft)}",
+        f"features outputs of layers {layers}{source}",
+    ]
+    words = overrides.words()
+    return [*lines, f"override {' '.join(words)}"] if words else lines
+
+
+def source_lines(draft: DraftConfig) -> list[str]:
+    """Where the flags of a draft come from, and what its file cannot tell, a line each."""
+    titles = ["flags   ", *["        "] * len(draft.sources)]
+    lines = [f"{title} {text}" for title, text in zip(titles, draft.sources, strict=False)]
+    if draft.rotary_dim < draft.head_dim:
+        lines.append(
+            f"check    rotary {draft.rotary_dim} of {draft.head_dim} dims: many trainers rotate "
+            f"the whole head whatever the config says; compare with --rotary-dim {draft.head_dim}"
+        )
+    return lines
+
+
+def variant_line(draft: DraftConfig) -> str:
+    """What is special about a draft, in one line."""
+    own = {True: "own", False: "the trunk's"}
+    parts = [name for name in FLAGS if getattr(draft, name)]
+    if draft.qk_norm:
+        parts.append("norms on queries and keys")
+    if not draft.fc:
+        parts.append("no fc")
+    if draft.biases:
+        short = [name.rpartition(".")[2].removesuffix("_proj") for name in draft.biases]
+        parts.append(f"biases on {', '.join(short)}")
+    if draft.absolute_d2t:
+        parts.append("d2t of absolute ids")
+    if draft.logit_scale != 1:
+        parts.append(f"logits times {draft.logit_scale:g}")
+    embedding = f"{own[draft.embedding.startswith('draft.')]} embedding"
+    head = f"{own[draft.head.startswith('draft.')]} head"
+    if draft.head.endswith("embed_tokens.weight"):
+        head = "the embedding as head"
+    return f"{', '.join(parts) or 'plain EAGLE-3'}; {embedding}, {head}"
 
 
 def draft_line(draft: DraftConfig) -> str:
@@ -123,6 +174,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "debug": list(options.debug),
         "trunk": manifest.trunk.to_plain(),
         "draft": manifest.draft.to_plain() if manifest.draft else None,
+        "overrides": list(manifest.overrides.words()),
         "aux_layers": list(manifest.aux_layers),
         "ignored": manifest.ignored,
         "engines": {name: _engine(spec) for name, spec in manifest.specs.items()},
@@ -154,7 +206,10 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
     """The report for people."""
-    for line in pair_lines(manifest.trunk, manifest.draft, manifest.ignored, manifest.options):
+    made = manifest.trunk, manifest.draft, manifest.ignored, manifest.options
+    for line in pair_lines(*made, manifest.overrides):
+        print(line)
+    for line in source_lines(manifest.draft) if manifest.draft else []:
         print(line)
     for name, spec in manifest.specs.items():
         print(f"\n{name}.onnx")

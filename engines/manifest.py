@@ -22,6 +22,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import parse_json
 from eagle_chain.engines.files import open_plain, read_plain
 from eagle_chain.engines.kv import KV_TYPES
+from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.spec import (
     DTYPES,
     EngineSpec,
@@ -114,6 +115,7 @@ class Manifest:
     ignored: dict[str, int]  # tensors of the checkpoints that are not used: kind -> count
     made_with: dict[str, str]  # library -> version
     arguments: tuple[str, ...]  # of the export command, after the folders
+    overrides: DraftOverrides = NONE  # what was taken instead of the draft's config
     plans: dict[str, Plan] = field(default_factory=dict)
 
     @property
@@ -259,6 +261,8 @@ def _checked(data: Any) -> Manifest:
     manifest = decode(Manifest, data)
     check_options(manifest.options)
     _check_configs(manifest.trunk, manifest.draft)
+    depth = len(manifest.trunk.layer_types)
+    manifest.overrides.check(manifest.draft.head_dim if manifest.draft else None, depth)
     _check_names(manifest)
     wanted = engine_specs(manifest.trunk, manifest.draft, manifest.options)
     if manifest.specs.keys() != wanted.keys():
@@ -279,8 +283,10 @@ def _check_configs(trunk: TrunkConfig, draft: DraftConfig | None) -> None:
     if draft is None:
         return
     DraftConfig.from_plain(draft.to_plain(), "draft")
+    shares = draft.embedding.startswith("draft.") and draft.head.startswith("draft.")
     for name, got, wanted in (
         ("vocab_size", draft.vocab_size, trunk.vocab_size),
+        ("hidden_size", trunk.hidden_size if shares else draft.hidden_size, trunk.hidden_size),
         ("trunk_hidden_size", draft.trunk_hidden_size, trunk.hidden_size),
     ):
         if got != wanted:

@@ -199,9 +199,10 @@ class GraphBuilder:
             self._used[key] = self._derived[form.name] = _value(tensor)
         return self._used[key]
 
-    def linear(self, x: ir.Value, name: str) -> ir.Value:
-        """`x` [R, in] times the transposed weight [out, in] -> [R, out]."""
-        return self.Gemm(x, self.weight(name), transB=1)
+    def linear(self, x: ir.Value, name: str, bias: str | None = None) -> ir.Value:
+        """`x` [R, in] times the transposed weight [out, in], plus a bias [out] -> [R, out]."""
+        added = [] if bias is None else [self.weight(bias)]
+        return self.Gemm(x, self.weight(name), *added, transB=1)
 
     def model(self) -> onnx.ModelProto:
         """The finished model; every output of the spec must have been set."""

@@ -25,11 +25,12 @@ from eagle_chain.engines.manifest import (
     file_hash,
     sample_hash,
 )
+from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.engines.staging import staged
 from eagle_chain.engines.version import library_version
-from eagle_chain.export.checkpoint import Checkpoint
+from eagle_chain.export.checkpoint import Checkpoint, open_pair
 from eagle_chain.export.graph import STANDARD_PROFILES, build_graphs
 
 TOKENIZER_FILES = (
@@ -58,6 +59,38 @@ class Pair:
     draft_config: DraftConfig
     trunk: Checkpoint
     draft: Checkpoint
+    overrides: DraftOverrides = NONE  # with which the draft was opened
+
+
+def read_pair(trunk: Path, draft: Path, overrides: DraftOverrides = NONE) -> Pair:
+    """Open both checkpoints and check that they fit each other."""
+    (trunk_config, trunk_files), (draft_config, draft_files) = open_pair(trunk, draft, overrides)
+    return Pair(trunk_config, draft_config, trunk_files, draft_files, overrides)
+
+
+def export_bundle(
+    trunk: Path,
+    draft: Path,
+    target: Path,
+    options: Options,
+    *,
+    overrides: DraftOverrides = NONE,
+    copy: bool = False,
+    arguments: tuple[str, ...] = (),
+) -> Manifest:
+    """Make a bundle of two checkpoint folders; see `write_bundle`.
+
+    Args:
+        trunk: Folder of the trunk.
+        draft: Folder of the draft.
+        target: Where to.
+        options: Of all engines.
+        overrides: What to take instead of the draft's config.
+        copy: Whether weight files are copied.
+        arguments: Of the export command, but for the overrides.
+    """
+    pair = read_pair(trunk, draft, overrides)
+    return write_bundle(target, pair, options, copy, (*arguments, *overrides.words()))
 
 
 def write_bundle(
@@ -107,6 +140,7 @@ def write_bundle(
             ignored=dict(Counter(pair.trunk.ignored) + Counter(pair.draft.ignored)),
             made_with={name: library_version(name) for name in LIBRARIES},
             arguments=arguments,
+            overrides=pair.overrides,
         )
         manifest.save(folder)
         return manifest

@@ -1,9 +1,10 @@
 """Open a trunk or draft folder: its config and its tensors under one set of names, all or nothing.
 
 Trunk names are `embed_tokens.weight`, `layers.N.*` as in Hugging Face, `norm.weight` and
-`lm_head.weight` (absent when tied). Draft names are the 15 of an original EAGLE-3 file:
-`fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `t2d`. Whatever prefix a file
-uses, the set of tensors must be exactly the one that the config implies.
+`lm_head.weight` (absent when tied). Draft names are the 15 of an original EAGLE-3 file,
+`fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `t2d`, and those of its variants
+(`draft_shapes`). Whatever prefix a file uses, the set of tensors must be exactly the one that the
+config implies.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig, read_json
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import raise_all
-from eagle_chain.export.weight_files import ITEM_BYTES, StoredTensor, WeightFolder, read_folder
+from eagle_chain.engines.overrides import NONE, DraftOverrides
+from eagle_chain.export import draft_tensors
+from eagle_chain.export.tensor_values import Array, array, mapped, same
+from eagle_chain.export.weight_files import StoredTensor, WeightFolder, read_folder
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-Array = np.ndarray[Any, np.dtype[Any]]
 FLOATS = ("BF16", "F16", "F32")
 # In front of `embed_tokens`, `layers` and `norm`, and the name of the head that goes with it.
 TRUNK_PREFIXES = {
@@ -38,15 +41,6 @@ TRUNK_PREFIXES = {
 CONV = "linear_attn.conv1d.weight"
 SHOWN = 10  # names of each kind in an error
 
-# Of the types that a checked checkpoint can hold; bfloat16 is not one of NumPy's own.
-NUMPY_TYPES = {
-    "BOOL": "bool",
-    "F16": "float16",
-    "F32": "float32",
-    "I32": "int32",
-    "I64": "int64",
-}
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -56,19 +50,11 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]  # by canonical name
     ignored: dict[str, int]  # tensors that are not used: kind -> count
     mtp: dict[str, StoredTensor] = field(default_factory=dict)  # the trunk's own draft head
-    own_embedding: StoredTensor | None = None  # of a draft; the trunk's is used instead
     notices: tuple[str, ...] = ()  # what a user should know, in sentences
 
     def array(self, name: str) -> Array:
         """The tensor as a memory-mapped array; bfloat16 as the type of ml_dtypes."""
-        tensor = self.tensors[name]
-        kind: Any = NUMPY_TYPES.get(tensor.dtype)
-        if tensor.dtype == "BF16":
-            import ml_dtypes
-
-            kind = ml_dtypes.bfloat16
-        values: Array = _mapped(tensor).view(kind).reshape(tensor.shape)
-        return values
+        return array(self.tensors[name])
 
     def torch(self, name: str) -> torch.Tensor:
         """The tensor in torch, memory-mapped: pages are read when used, writes stay private."""
@@ -76,7 +62,7 @@ class Checkpoint:
 
         tensor = self.tensors[name]
         if tensor.dtype == "BF16":
-            bits = torch.from_numpy(_mapped(tensor).view(np.int16))
+            bits = torch.from_numpy(mapped(tensor).view(np.int16))
             return bits.view(torch.bfloat16).reshape(tensor.shape)
         return torch.from_numpy(self.array(name))
 
@@ -112,7 +98,7 @@ def open_trunk(folder: Path | str) -> tuple[TrunkConfig, Checkpoint]:
     if mtp:
         ignored["mtp"] = len(mtp)
     if config.tied_head and "lm_head.weight" in tensors:
-        if not _same(tensors.pop("lm_head.weight"), tensors.get("embed_tokens.weight")):
+        if not same(tensors.pop("lm_head.weight"), tensors.get("embed_tokens.weight")):
             raise InputError(
                 f"{folder}: lm_head.weight differs from the embedding, but tie_word_embeddings is "
                 "true in config.json; correct the config"
@@ -130,92 +116,61 @@ def open_trunk(folder: Path | str) -> tuple[TrunkConfig, Checkpoint]:
 
 def open_draft(
     folder: Path | str,
-    trunk: TrunkConfig,
+    trunk_config: TrunkConfig,
+    trunk: Checkpoint | None = None,
     *,
-    aux_layers: Iterable[int] | None = None,
-    rope_theta: float | None = None,
-    rotary_dim: int | None = None,
+    overrides: DraftOverrides = NONE,
 ) -> tuple[DraftConfig, Checkpoint]:
-    """Open an EAGLE-3 draft made for `trunk`; the keywords override its config.
+    """Open an EAGLE-3 draft made for a trunk, in any of the published layouts.
 
-    `d2t` is present unless draft and trunk share one vocabulary. An embedding of the draft's own is
-    set aside in `own_embedding`; `open_pair` checks that it is the trunk's.
+    Args:
+        folder: With `config.json` and safetensors.
+        trunk_config: Of the trunk.
+        trunk: The trunk's tensors: what the draft holds in the same values is then left out and
+            shared. Without them the draft's own are used.
+        overrides: What to take instead of the values of its config.
 
     Raises:
-        InputError: Bad config, damaged files, or missing, unexpected or misshapen tensors.
+        InputError: Bad config, damaged files, missing, unexpected or misshapen tensors, or tensors
+            that contradict the config.
     """
     folder = Path(folder)
     stored = _open(folder)
     where = folder / "config.json"
-    config = DraftConfig.from_json(
-        read_json(where), trunk, str(where), aux_layers, rope_theta, rotary_dim
-    )
-    tensors: dict[str, StoredTensor] = {}
-    ignored: Counter[str] = Counter()
-    problems = []
-    for name, tensor in stored.tensors.items():
-        canonical = name.removeprefix("model.")
-        canonical = re.sub(r"^layers\.0\.", "midlayer.", canonical)
-        if name.endswith("rotary_emb.inv_freq"):
-            ignored["rotary_emb"] += 1
-        elif canonical in tensors:
-            problems.append(f"{tensors[canonical].name} and {name} are the same tensor; remove one")
-        else:
-            tensors[canonical] = tensor
-    raise_all(str(folder), problems[:SHOWN])
-    embedding = tensors.pop("embed_tokens.weight", None)
-    notices = list(stored.notices)
-    if embedding is not None:
-        ignored["embed_tokens"] = 1
-        notices.append("the draft's own embedding is not used: the trunk's serves both")
+    data = read_json(where)
+    config = DraftConfig.from_json(data, trunk_config, str(where), overrides)
+    found = draft_tensors.canonical(stored.tensors)
+    draft_tensors.split_fused(found.tensors, config)
+    config = draft_tensors.fit(config, found, data, trunk_config, trunk.tensors if trunk else {})
+    raise_all(str(folder), found.problems[:SHOWN])
 
-    shapes = draft_shapes(config)
+    tensors = found.tensors
     wanted = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
     optional = {"t2d"} if config.draft_vocab_size < config.vocab_size else {"t2d", "d2t"}
-    count = len(config.aux_layers)
-    hints = {
-        "fc.weight": f"reads {count} features of {config.trunk_hidden_size}, so it must be "
-        f"[{config.hidden_size}, {count} * {config.trunk_hidden_size}]",
-        "lm_head.weight": "a draft needs its own head",
-        "d2t": "maps the draft vocabulary to the trunk's",
-        "midlayer.self_attn.q_proj.weight": "reads [embedding; hidden]; is it an EAGLE-3 draft?",
-    }
-    _check(folder, tensors, shapes, optional=optional, dtypes=wanted, hints=hints)
-    checkpoint = Checkpoint(
-        folder, tensors, dict(ignored), own_embedding=embedding, notices=tuple(notices)
+    _check(
+        folder,
+        tensors,
+        draft_shapes(config),
+        optional=optional,
+        dtypes=wanted,
+        hints=_draft_hints(config),
     )
-    _check_vocabulary(checkpoint, config)
-    return config, checkpoint
+    absolute = draft_tensors.has_absolute_ids(config, tensors)
+    notices = (*stored.notices, *found.notices)
+    checkpoint = Checkpoint(folder, tensors, dict(found.ignored), notices=notices)
+    return replace(config, absolute_d2t=absolute), checkpoint
 
 
 def open_pair(
-    trunk_folder: Path | str,
-    draft_folder: Path | str,
-    *,
-    aux_layers: Iterable[int] | None = None,
-    rope_theta: float | None = None,
-    rotary_dim: int | None = None,
+    trunk_folder: Path | str, draft_folder: Path | str, overrides: DraftOverrides = NONE
 ) -> tuple[tuple[TrunkConfig, Checkpoint], tuple[DraftConfig, Checkpoint]]:
-    """Open a trunk and its draft, and check that one embedding serves both.
+    """Open a trunk and its draft; what both hold alike is taken from the trunk.
 
     Raises:
-        InputError: As `open_trunk` and `open_draft`, or the draft has another embedding.
+        InputError: As `open_trunk` and `open_draft`.
     """
     trunk = open_trunk(trunk_folder)
-    draft = open_draft(
-        draft_folder,
-        trunk[0],
-        aux_layers=aux_layers,
-        rope_theta=rope_theta,
-        rotary_dim=rotary_dim,
-    )
-    own = draft[1].own_embedding
-    if own is not None and not _same(own, trunk[1].tensors["embed_tokens.weight"]):
-        raise InputError(
-            f"{own.file}: {own.name} differs from the trunk's embedding; drafts with an embedding "
-            "of their own are not supported yet (is this draft made for this trunk?)"
-        )
-    return trunk, draft
+    return trunk, open_draft(draft_folder, *trunk, overrides=overrides)
 
 
 def trunk_shapes(config: TrunkConfig) -> dict[str, Shape]:
@@ -268,14 +223,53 @@ def draft_shapes(config: DraftConfig) -> dict[str, Shape]:
         "self_attn.o_proj.weight": (hidden, queries),
         **_mlp_shapes(hidden, config.intermediate_size),
     }
-    return {
-        "fc.weight": (hidden, config.feature_size),
-        **{f"midlayer.{name}": shape for name, shape in layer.items()},
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-        "d2t": (config.draft_vocab_size,),
-        "t2d": (config.vocab_size,),
+    if config.qk_norm:
+        layer |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+    shapes: dict[str, Shape] = {}
+    if config.embedding.startswith("draft."):
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (config.feature_size,)
+    if config.fc_norm:
+        width = config.trunk_hidden_size
+        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(len(config.aux_layers))}
+    if config.fc:
+        shapes["fc.weight"] = (hidden, config.feature_size)
+    shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in config.biases}
+    shapes["norm.weight"] = (hidden,)
+    if config.head == "draft.lm_head.weight":
+        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
+    return shapes | {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+
+
+def _draft_hints(config: DraftConfig) -> dict[str, str]:
+    """What to think of when a tensor of a draft is missing, unexpected or misshapen."""
+    count, width = len(config.aux_layers), config.trunk_hidden_size
+    source = f"as aux layers are {config.aux_source}" if config.aux_source else ""
+    said = {
+        "input_norm.weight": f"norm_before_fc is {_yes(config.norm_before_fc)} in config.json",
+        **{
+            f"fc_norm.{i}.weight": f"fc_norm is {_yes(config.fc_norm)} in config.json"
+            for i in range(max(3, count))
+        },
     }
+    own = "a draft of another width than its trunk needs an embedding of its own"
+    return {
+        "fc.weight": f"reads {count} features of {width}, so it must be "
+        f"[{config.hidden_size}, {count} * {width}], {source}",
+        "lm_head.weight": "a draft needs its own head, unless it has the trunk's vocabulary "
+        "and width",
+        "embed_tokens.weight": own,
+        "d2t": "maps the draft vocabulary to the trunk's",
+        "midlayer.self_attn.q_proj.weight": "reads [embedding; hidden]; is it an EAGLE-3 draft?",
+        "midlayer.self_attn.q_norm.weight": "a config of type qwen3 says so",
+        **said,
+    }
+
+
+def _yes(value: bool) -> str:
+    return "true" if value else "false or not"
 
 
 def _mlp_shapes(hidden: int, inner: int) -> dict[str, Shape]:
@@ -314,7 +308,7 @@ def _check(
         return f" ({hints[name]})" if name in hints else ""
 
     missing = [f"{n}{hint(n)}" for n in shapes if n not in tensors and n not in optional]
-    unexpected = [tensor.name for name, tensor in tensors.items() if name not in shapes]
+    unexpected = [f"{t.name}{hint(n)}" for n, t in tensors.items() if n not in shapes]
     unexpected += stray
     shaped, typed = [], []
     for name, tensor in tensors.items():
@@ -335,59 +329,3 @@ def _check(
             rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             problems.append(f"{len(names)} tensors {what}: {', '.join(names[:SHOWN])}{rest}")
     raise_all(str(folder), problems)
-
-
-def _check_vocabulary(checkpoint: Checkpoint, config: DraftConfig) -> None:
-    """`d2t` holds offsets to strictly ascending targets, and `t2d` marks the same targets."""
-    stored, size = checkpoint.tensors, config.vocab_size
-    marked = np.flatnonzero(checkpoint.array("t2d")) if "t2d" in stored else None
-    targets = np.arange(config.draft_vocab_size)
-    if "d2t" in stored:
-        offsets = checkpoint.array("d2t").astype(np.int64)
-        targets = targets + offsets
-        where = f"{stored['d2t'].file}: {stored['d2t'].name}"
-        if config.draft_vocab_size < size and not offsets.any():
-            raise InputError(f"{where} is all zeros: an untrained mapping; ask for a whole export")
-        as_targets, as_ids = _ascend(targets, size), _ascend(offsets, size)
-        if as_ids and (not as_targets or marked is None or np.array_equal(marked, offsets)):
-            unclear = as_targets and marked is None
-            what = "may be absolute ids (no t2d tells)" if unclear else "holds absolute ids"
-            raise InputError(
-                f"{where} {what}, wanted offsets: target = draft + d2t[draft]; absolute ids are "
-                "not supported yet"
-            )
-        if not as_targets:
-            raise InputError(
-                f"{where} must map to strictly ascending ids from 0 to {size - 1}, got "
-                f"{targets.min()} to {targets.max()}; download it again"
-            )
-    if marked is not None and not np.array_equal(marked, targets):
-        raise InputError(
-            f"{stored['t2d'].file}: {stored['t2d'].name} marks other tokens than d2t maps to; the "
-            "two come from different vocabularies"
-        )
-
-
-def _ascend(ids: Array, size: int) -> bool:
-    """Whether these are strictly ascending ids below `size`."""
-    return bool(ids[0] >= 0 and ids[-1] < size and (np.diff(ids) > 0).all())
-
-
-def _mapped(tensor: StoredTensor) -> Array:
-    """The bytes of a tensor, copy-on-write; never zeros for bytes that a file no longer has."""
-    if tensor.nbytes == 0:
-        return np.empty(0, np.uint8)
-    size = tensor.file.stat().st_size
-    if size < tensor.offset + tensor.nbytes:
-        raise InputError(f"{tensor.file}: {size} bytes, shorter than when it was opened")
-    mapped = np.memmap(tensor.file, np.uint8, "c", tensor.offset, (tensor.nbytes,))
-    aligned = tensor.offset % ITEM_BYTES[tensor.dtype] == 0
-    return np.asarray(mapped) if aligned else np.array(mapped)
-
-
-def _same(one: StoredTensor, other: StoredTensor | None) -> bool:
-    """Whether two tensors hold the same values in the same type."""
-    if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    a, b, chunk = _mapped(one), _mapped(other), 64 << 20
-    return all(np.array_equal(a[i : i + chunk], b[i : i + chunk]) for i in range(0, len(a), chunk))

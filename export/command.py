@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 from eagle_chain.engines.errors import InputError
@@ -12,6 +13,7 @@ from eagle_chain.engines.inspection import bundle_report, pair_lines
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import DEBUG_OUTPUTS, PROFILES, check_options
 from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.overrides import CONVENTIONS, DraftOverrides
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import DTYPES, Options
 
@@ -72,41 +74,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OUTPUTS",
         help=f"extra outputs for checks, with commas between: {', '.join(DEBUG_OUTPUTS)}",
     )
-    parser.add_argument(
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    """What a draft's file cannot tell: the fields of `DraftOverrides`."""
+    group = parser.add_argument_group(
+        "in place of the draft's config",
+        "a wrong value leaves the tokens as they are and only lowers acceptance",
+    )
+    group.add_argument(
         "--aux-layers",
         type=_numbers,
         metavar="LAYERS",
-        help="trunk layers whose outputs the draft reads, like 1,15,28 (from the draft's config)",
+        help="trunk layers that the draft reads the outputs of, like 1,15,28",
     )
-    parser.add_argument(
-        "--rope-theta", type=float, help="rotary base of the draft (from its config)"
+    group.add_argument(
+        "--aux-convention",
+        choices=CONVENTIONS,
+        help="what aux layer ids are, those of the config or of --aux-layers: outputs of these "
+        "layers, or boundaries in front of them",
     )
-    parser.add_argument(
-        "--rotary-dim", type=int, help="dims of a draft head that rotate (from its config)"
-    )
+    group.add_argument("--rope-theta", type=float, help="rotary base of the draft")
+    group.add_argument("--rotary-dim", type=int, help="dims of a draft head that rotate")
+    for name, meaning in (
+        ("norm-output", "whether the draft's next hidden state is the normed one (EAGLE 3.1)"),
+        ("norm-before-residual", "whether its residual is the normed hidden state"),
+    ):
+        group.add_argument(f"--{name}", type=_truth, metavar="true|false", help=meaning)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Read the pair, say what will be made of it, write the bundle."""
-    from eagle_chain.export.bundle import Pair, write_bundle
-    from eagle_chain.export.checkpoint import open_pair
+    from eagle_chain.export.bundle import read_pair, write_bundle
 
-    (trunk_config, trunk), (draft_config, draft) = open_pair(
-        arguments.trunk,
-        arguments.draft,
-        aux_layers=arguments.aux_layers,
-        rope_theta=arguments.rope_theta,
-        rotary_dim=arguments.rotary_dim,
-    )
-    options = _options(arguments, trunk_config.max_positions)
-    pair = Pair(trunk_config, draft_config, trunk, draft)
-    for notice in trunk.notices + draft.notices:
+    overrides = overrides_of(arguments)
+    pair = read_pair(arguments.trunk, arguments.draft, overrides)
+    options = _options(arguments, pair.trunk_config.max_positions)
+    for notice in pair.trunk.notices + pair.draft.notices:
         print(f"notice   {notice}", file=sys.stderr)
-    ignored = Counter(trunk.ignored) + Counter(draft.ignored)
-    for line in pair_lines(trunk_config, draft_config, ignored, options):
+    ignored = Counter(pair.trunk.ignored) + Counter(pair.draft.ignored)
+    for line in pair_lines(pair.trunk_config, pair.draft_config, ignored, options, overrides):
         print(line, flush=True)
     manifest = write_bundle(
-        arguments.output, pair, options, arguments.weights == "copy", _repeated(arguments)
+        arguments.output,
+        pair,
+        options,
+        arguments.weights == "copy",
+        (*_repeated(arguments), *overrides.words()),
     )
     weights = sum(file.size for file in manifest.files.values())
     print(
@@ -116,6 +131,12 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if options.dtype == "fp32" and weights > LARGE:
         print("         for a GPU, --dtype bf16 halves the memory of weights and KV")
     return Outcome(bundle_report(arguments.output, manifest))
+
+
+def overrides_of(arguments: argparse.Namespace) -> DraftOverrides:
+    """The overrides among the parsed arguments of `export`."""
+    given = {f.name: getattr(arguments, f.name) for f in fields(DraftOverrides)}
+    return DraftOverrides(**given)
 
 
 def _options(arguments: argparse.Namespace, positions: int) -> Options:
@@ -150,9 +171,6 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
         ("profile", Options.profile),
         ("weights", "link"),
         ("debug", ()),
-        ("aux_layers", None),
-        ("rope_theta", None),
-        ("rotary_dim", None),
     ):
         value = getattr(arguments, name)
         if value != default:
@@ -175,3 +193,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         message = f"got {text!r}, wanted layers with commas between, like 1,15,28"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted true or false")
+    return text == "true"

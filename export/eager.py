@@ -64,6 +64,22 @@ def load_weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     return weights
 
 
+def load_draft(
+    config: DraftConfig, draft: Checkpoint, trunk: Checkpoint, dtype: str
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights of a draft, `lm_head.weight` always among them, and the embedding it reads."""
+    weights = load_weights(draft, dtype)
+    kind = TORCH_TYPES[dtype]
+
+    def used(name: str) -> Tensor:
+        if name.startswith("draft."):
+            return weights[name.removeprefix("draft.")]
+        return trunk.torch(name).to(kind)
+
+    weights["lm_head.weight"] = used(config.head)
+    return weights, used(config.embedding)
+
+
 def zero_states(spec: EngineSpec) -> dict[str, Tensor]:
     """The states at the start of a sequence, by input name; feed them with kept = 0."""
     return {s.input: torch.zeros(s.shape, dtype=TORCH_TYPES[s.dtype]) for s in spec.states}
@@ -88,13 +104,13 @@ def trunk_session(
 def encoder_session(weights: Weights, config: DraftConfig, options: Options) -> EagerSession:
     """The draft's fc as an engine."""
     spec = encoder_spec(config, options)
-    return EagerSession(spec, lambda feeds: {"g": encode(weights, feeds["features"])})
+    return EagerSession(spec, lambda feeds: {"g": encode(weights, config, feeds["features"])})
 
 
 def draft_session(
     weights: Weights, embedding: Tensor, config: DraftConfig, rows: int, options: Options
 ) -> EagerSession:
-    """The draft layer over `rows` rows as an engine; `embedding` is the trunk's."""
+    """The draft layer over `rows` rows as an engine; see `load_draft` for the weights."""
     spec = draft_spec(config, rows, options)
 
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx_ir as ir
 
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import ONNX_DTYPE, GraphBuilder
-from eagle_chain.export.draft import trunk_id
+from eagle_chain.export.draft import ATTENTION, LAYER, normed_features, scaled, swiglu, trunk_id
 from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
 from eagle_chain.export.trunk import TrunkGraph
 
@@ -23,6 +24,7 @@ DOMAIN = "eagle_chain"
 # `stretch_of` of the kernels.
 STRETCHES = ((1024, 32), (4096, 64), (8192, 128), (math.inf, 256))
 PICK_BLOCKS = 64
+NORM_WIDTH = 8192  # the widest row that one block of the norm kernel holds
 
 
 class Fused(Portable):
@@ -32,6 +34,9 @@ class Fused(Portable):
         """RMSNorm of x [R, H] in fp32 with one rounding at the end."""
         g = self.g
         like = (g.dtype, _shape(x))
+        if _shape(x)[-1] > NORM_WIDTH:  # a norm over the features of all aux layers
+            normed = super().rms_norm(x, weight, eps, centred=centred)
+            return self.shaped(normed, *_shape(x))
         (normed,) = g.node(
             DOMAIN, "Norm", [x, g.weight(weight, "fp32")], [like], epsilon=eps, centred=int(centred)
         )
@@ -70,6 +75,12 @@ class Fused(Portable):
         (y,) = g.node(DOMAIN, "GatedLinear", [x, *weights], [(g.dtype, inner)])
         return self.linear(y, f"{prefix}.down_proj.weight")
 
+    def cut(self, x: ir.Value, *sizes: int) -> list[ir.Value]:
+        """Columns of x, with their shapes."""
+        rows = _shape(x)[0]
+        pieces = super().cut(x, *sizes)
+        return [self.shaped(p, rows, n) for p, n in zip(pieces, sizes, strict=True)]
+
     def embed(self, ids: ir.Value, table: str) -> ir.Value:
         """Rows of the embedding, with their shape."""
         rows = super().embed(ids, table)
@@ -91,20 +102,22 @@ class Fused(Portable):
         slots: int,
         *,
         norms: tuple[str, str] | None = None,
+        gated: bool = False,
         eps: float = 0.0,
         kv_offset: int = 0,
     ) -> ir.Value:
         """Norms, rotary, KV rows and attention; sets the outputs of `states`.
 
         Args:
-            query: [Rq, ...], from column 0 the heads; with `norms` each is followed by its gate.
+            query: [Rq, ...], from column 0 the heads; if `gated` each is followed by its gate.
             kv: [R, ...], from column `kv_offset` the key heads, then the value heads.
             states: Names of the KV inputs.
             places: Where row 0 of `kv` and of `query` stand.
             heads: Sizes.
             rotary: Whole tables, fp32 [slots, rotary_dim / 2].
             slots: Rows of the KV buffers.
-            norms: Weights of the q and k norms, used as 1 + w.
+            norms: Weights of the q and k norms, used as 1 + w if `gated`, else as they are.
+            gated: Whether it is the trunk's attention.
             eps: Of the norms.
             kv_offset: See `kv`.
         """
@@ -126,8 +139,8 @@ class Fused(Portable):
                 ("fp32", (pairs, pieces, heads.dim)),
             ],
             epsilon=eps,
-            centred=int(norms is not None),
-            gated=int(norms is not None),
+            centred=int(gated),
+            gated=int(gated),
             heads=heads.query,
             kv_offset=kv_offset,
         )
@@ -181,6 +194,7 @@ class FusedTrunk(TrunkGraph):
             rotary,
             self.options.kv_rows,
             norms=(f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
+            gated=True,
             eps=config.norm_eps,
             kv_offset=2 * heads.query * heads.dim,
         )
@@ -247,7 +261,7 @@ def record_fused_draft(
 ) -> None:
     """One draft call over R rows; see `draft.record_draft`."""
     heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
-    layer, attention, eps = "draft.midlayer", "draft.midlayer.self_attn", config.norm_eps
+    eps, hidden = config.norm_eps, config.hidden_size
     position, row = g.input("position"), g.input("row")
 
     def chosen(x: ir.Value) -> ir.Value:
@@ -256,24 +270,22 @@ def record_fused_draft(
         return low.shaped(g.Gather(x, row, axis=0), 1, _shape(x)[1])
 
     embedded = low.rms_norm(
-        low.embed(g.input("ids"), "embed_tokens.weight"),
-        f"{layer}.input_layernorm.weight",
+        low.embed(g.input("ids"), config.embedding),
+        f"{LAYER}.input_layernorm.weight",
         eps,
         centred=False,
     )
-    normed = low.rms_norm(g.input("g"), f"{layer}.hidden_norm.weight", eps, centred=False)
-    joined = low.shaped(g.Concat(embedded, normed, axis=-1), rows, 2 * config.hidden_size)
+    normed = low.rms_norm(g.input("g"), f"{LAYER}.hidden_norm.weight", eps, centred=False)
+    joined = low.shaped(g.Concat(embedded, normed, axis=-1), rows, 2 * hidden)
     here = g.Add(position, row)  # int32 [1]: where the wanted row stands
-    names = [f"{attention}.{part}_proj.weight" for part in "qkv"]
+    names = [f"midlayer.self_attn.{part}_proj" for part in "qkv"]
     if rows == 1:
-        query = kv = low.linear(joined, *names)
+        query = kv = biased(g, low, joined, names, config)
         kv_offset = heads.query * heads.dim
     else:
-        query, kv, kv_offset = (
-            low.linear(chosen(joined), names[0]),
-            low.linear(joined, *names[1:]),
-            0,
-        )
+        query = biased(g, low, chosen(joined), names[:1], config)
+        kv, kv_offset = biased(g, low, joined, names[1:], config), 0
+    norms = f"{ATTENTION}.q_norm.weight", f"{ATTENTION}.k_norm.weight"
     mixed = low.attend(
         query,
         kv,
@@ -282,29 +294,53 @@ def record_fused_draft(
         heads,
         low.whole_rotary(options.kv_rows, config.rope_theta, config.rotary_dim),
         options.kv_rows,
+        norms=norms if config.qk_norm else None,
+        eps=eps,
         kv_offset=kv_offset,
     )
     x, z = low.add_norm(
-        chosen(g.input("g")),
-        low.linear(mixed, f"{attention}.o_proj.weight"),
-        f"{layer}.post_attention_layernorm.weight",
+        chosen(normed if config.norm_before_residual else g.input("g")),
+        biased(g, low, mixed, ["midlayer.self_attn.o_proj"], config),
+        f"{LAYER}.post_attention_layernorm.weight",
         eps,
         centred=False,
     )
-    recurrence, last = low.add_norm(
-        x, low.swiglu(z, f"{layer}.mlp"), "draft.norm.weight", eps, centred=False
-    )
-    logits = low.linear(last, "draft.lm_head.weight")
-    g.output("token", trunk_id(g, low.greedy(logits)))
-    g.output("g_next", recurrence)
+    inner = low.shaped(swiglu(g, low, z, config), 1, hidden)
+    total, last = low.add_norm(x, inner, "draft.norm.weight", eps, centred=False)
+    logits = low.linear(last, config.head)
+    if config.logit_scale != 1:
+        raised = scaled(g, g.fp32(logits), config)
+        logits = low.shaped(g.lower(raised), 1, config.draft_vocab_size)
+    g.output("token", trunk_id(g, low.greedy(logits), config))
+    g.output("g_next", last if config.norm_output else total)
     g.output("next_position", g.Add(here, g.int32(1)))
     if g.wants("logits"):
         g.output("logits", g.fp32(logits))
 
 
-def record_fused_encoder(g: GraphBuilder, low: Fused) -> None:
+def record_fused_encoder(g: GraphBuilder, low: Fused, config: DraftConfig) -> None:
     """`features` [W, A*Ht] -> `g` [W, H]."""
-    g.output("g", low.linear(g.input("features"), "draft.fc.weight"))
+    x = normed_features(g, low, config)
+    width = (_shape(g.input("features"))[0], config.feature_size)
+    g.output("g", biased(g, low, low.shaped(x, *width), ["fc"], config) if config.fc else x)
+
+
+def biased(
+    g: GraphBuilder, low: Fused, x: ir.Value, names: list[str], config: DraftConfig
+) -> ir.Value:
+    """`x` times weights of the draft side by side, plus their biases where they have any."""
+    y = low.linear(x, *(f"draft.{name}.weight" for name in names))
+    if not any(name in config.biases for name in names):
+        return y
+    pieces = []
+    for name in names:
+        if name in config.biases:
+            pieces.append(g.weight(f"draft.{name}.bias"))
+        else:
+            width = g.weight_shape(f"draft.{name}.weight")[0]
+            pieces.append(g.constant(np.zeros(width, g.numpy_dtype)))
+    bias = pieces[0] if len(pieces) == 1 else g.Concat(*pieces, axis=0)
+    return low.shaped(g.Add(y, bias), *_shape(y))
 
 
 def stretches(slots: int) -> int:

@@ -51,7 +51,7 @@ def _record(
     name: str, g: GraphBuilder, low: Portable, draft: DraftConfig, options: Options
 ) -> None:
     if name == "encoder":
-        record_encoder(g)
+        record_encoder(g, low, draft)
     else:
         record_draft(g, low, draft, 1 if name == "draft_step" else options.width, options)
 
@@ -60,6 +60,6 @@ def _record_fused(
     name: str, g: GraphBuilder, low: Fused, draft: DraftConfig, options: Options
 ) -> None:
     if name == "encoder":
-        record_fused_encoder(g, low)
+        record_fused_encoder(g, low, draft)
     else:
         record_fused_draft(g, low, draft, 1 if name == "draft_step" else options.width, options)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eagle_chain.engines.config import DRAFT_TYPES, read_json
+from eagle_chain.engines.config import read_json
+from eagle_chain.engines.draft_keys import is_draft
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.inspection import draft_line, ignored_line, trunk_line
+from eagle_chain.engines.inspection import draft_lines, ignored_line, source_lines, trunk_line
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.export.checkpoint import Checkpoint, open_draft, open_trunk
 
 
 def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
     """Print and return what a trunk, or a draft for `trunk`, holds."""
-    draft = read_json(folder / "config.json").get("model_type") in DRAFT_TYPES
+    draft = is_draft(read_json(folder / "config.json"))
     if draft and trunk is None:
         raise InputError(f"{folder}: is a draft; name the trunk it was made for: --trunk FOLDER")
     if not draft and trunk is not None:
@@ -23,10 +24,9 @@ def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
     if trunk is None:
         print(f"trunk    {trunk_line(config)}")
         return _report("trunk", config.to_plain(), checkpoint)
-    draft_config, checkpoint = open_draft(folder, config)
-    layers = ", ".join(map(str, draft_config.aux_layers))
-    print(f"draft    {draft_line(draft_config)}")
-    print(f"features outputs of layers {layers} ({draft_config.aux_source})")
+    draft_config, checkpoint = open_draft(folder, config, checkpoint)
+    for line in (*draft_lines(draft_config), *source_lines(draft_config)):
+        print(line)
     return _report("draft", draft_config.to_plain(), checkpoint)
 
 

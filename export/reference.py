@@ -203,14 +203,28 @@ def full_mixer(
     return y, named(cache)
 
 
-def encode(weights: Weights, features: Tensor) -> Tensor:
-    """The draft's fc: features [R, A*Ht], chunks in ascending depth -> g [R, H]."""
-    return F.linear(features, weights["fc.weight"])
+def encode(weights: Weights, config: DraftConfig, features: Tensor) -> Tensor:
+    """The draft's fc: features [R, A*Ht], chunks in ascending depth -> g [R, H].
+
+    They are normed before it together, chunk by chunk, or not at all.
+    """
+    if config.norm_before_fc:
+        features = plain_norm(features, weights["input_norm.weight"], config.norm_eps)
+    if config.fc_norm:
+        chunks = torch.split(features, config.trunk_hidden_size, -1)
+        features = torch.cat(
+            [
+                plain_norm(chunk, weights[f"fc_norm.{i}.weight"], config.norm_eps)
+                for i, chunk in enumerate(chunks)
+            ],
+            -1,
+        )
+    return linear(features, weights, "fc") if config.fc else features
 
 
 def draft_step(
     weights: Weights,
-    embedding: Tensor,  # [V, H], the trunk's
+    embedding: Tensor,  # [V, H]
     config: DraftConfig,
     ids: Tensor,  # int [R], of the trunk's vocabulary: row i holds token i + 1 of feature i
     g: Tensor,  # [R, H]
@@ -220,37 +234,49 @@ def draft_step(
 ) -> DraftOut:
     """Run R rows of the draft layer from `position` and propose a token after row `row`.
 
-    e = norm(embedding[id]); attention over [e ; norm(g)]; g itself is the residual; gated MLP; the
-    sum before the last norm is the next g.
+    e = norm(embedding[id]); attention over [e ; norm(g)]; g itself, or norm(g), is the residual;
+    gated MLP; the sum before the last norm, or behind it, is the next g. `embedding` and
+    `lm_head.weight` are those that the draft uses, its own or the trunk's.
     """
     layer, rows = layer_weights(weights, "midlayer."), len(ids)
     dim, eps = config.head_dim, config.norm_eps
     e = plain_norm(embed(embedding, ids).to(g.dtype), layer["input_layernorm.weight"], eps)
-    x = torch.cat([e, plain_norm(g, layer["hidden_norm.weight"], eps)], -1)  # [R, 2H]
-    query = F.linear(x, layer["self_attn.q_proj.weight"]).reshape(rows, -1, dim)
-    key = F.linear(x, layer["self_attn.k_proj.weight"]).reshape(rows, -1, dim)
-    value = F.linear(x, layer["self_attn.v_proj.weight"]).reshape(rows, -1, dim)
+    normed_g = plain_norm(g, layer["hidden_norm.weight"], eps)
+    x = torch.cat([e, normed_g], -1)  # [R, 2H]
+    query = linear(x, layer, "self_attn.q_proj").reshape(rows, -1, dim)
+    key = linear(x, layer, "self_attn.k_proj").reshape(rows, -1, dim)
+    value = linear(x, layer, "self_attn.v_proj").reshape(rows, -1, dim)
+    if config.qk_norm:
+        query = plain_norm(query, layer["self_attn.q_norm.weight"], eps)
+        key = plain_norm(key, layer["self_attn.k_norm.weight"], eps)
     positions = torch.arange(position, position + rows)
     turn = (positions, config.rope_theta, config.rotary_dim)
     cache = (planes_of(states, "draft.key"), planes_of(states, "draft.value"))
     cache = write_rows(cache, rotate(key, *turn), value, position)
     mixed = attend(rotate(query, *turn), cache, positions)
-    h = g + F.linear(mixed, layer["self_attn.o_proj.weight"])
+    residual = normed_g if config.norm_before_residual else g
+    h = residual + linear(mixed, layer, "self_attn.o_proj")
     h = h + mlp(plain_norm(h, layer["post_attention_layernorm.weight"], eps), layer)
     g_next = h[row : row + 1]
     normed = plain_norm(g_next, weights["norm.weight"], eps)
-    logits = F.linear(normed, weights["lm_head.weight"]).to(f32)
+    logits = F.linear(normed, weights["lm_head.weight"]).to(f32) * config.logit_scale
     token = greedy(logits)
-    if "d2t" in weights:  # offsets; absent when both vocabularies are the same
-        target = token + weights["d2t"][token.clamp(min=0).long()].to(torch.int32)
+    if "d2t" in weights:  # absent when both vocabularies are the same
+        target = weights["d2t"][token.clamp(min=0).long()].to(torch.int32)
+        target = target if config.absolute_d2t else token + target
         token = torch.where(token < 0, token, target)
     return DraftOut(
         token=token,
-        g_next=g_next,
+        g_next=normed if config.norm_output else g_next,
         next_position=int32(position + row + 1),
         logits=logits,
         states={f"draft.{name}": state for name, state in named(cache).items()},
     )
+
+
+def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
+    """`x` times a weight, plus its bias if there is one."""
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
 def layer_weights(weights: Weights, prefix: str) -> Weights:
@@ -286,8 +312,8 @@ def unit(x: Tensor) -> Tensor:
 
 def mlp(x: Tensor, layer: Weights) -> Tensor:
     """down(silu(gate x) * up x)."""
-    gate = F.silu(F.linear(x, layer["mlp.gate_proj.weight"]))
-    return F.linear(gate * F.linear(x, layer["mlp.up_proj.weight"]), layer["mlp.down_proj.weight"])
+    gate = F.silu(linear(x, layer, "mlp.gate_proj"))
+    return linear(gate * linear(x, layer, "mlp.up_proj"), layer, "mlp.down_proj")
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float, dims: int) -> Tensor:

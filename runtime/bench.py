@@ -254,7 +254,7 @@ def _of_bundle(arguments: argparse.Namespace) -> Engines:
             continue
         engine = "trunk" if not name.startswith("draft.") else "draft"
         targets = [engine, "draft_step"] if engine == "draft" else [engine]
-        if name == "draft.fc.weight":
+        if name.startswith(("draft.fc.", "draft.fc_norm.", "draft.input_norm.")):
             targets = ["encoder"]
         for target in targets:
             read[target] += weight.nbytes

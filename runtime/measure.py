@@ -166,7 +166,7 @@ def _fill(buffer: CudaBuffer, pool: Buffer, random: np.random.Generator) -> None
 
 def weight_bytes(specs: Iterable[TensorSpec]) -> int:
     """Bytes of weights that one call reads: of the embedding only rows, so none are counted."""
-    return sum(s.nbytes for s in specs if s.name != "embed_tokens.weight")
+    return sum(s.nbytes for s in specs if not s.name.endswith("embed_tokens.weight"))
 
 
 def state_bytes(spec: EngineSpec, position: int) -> int:

@@ -26,7 +26,7 @@ NUMPY_TYPES = {
 
 def open_pair(trunk: Path, draft: Path) -> Pair:
     trunk_config, trunk_weights = open_trunk(trunk)
-    draft_config, draft_weights = open_draft(draft, trunk_config)
+    draft_config, draft_weights = open_draft(draft, trunk_config, trunk_weights)
     return Pair(trunk_config, draft_config, trunk_weights, draft_weights)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from eagle_chain.engines.cli import main
+from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.export.checkpoint import open_draft, open_trunk
 from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.exactness import decode_plainly
@@ -127,17 +128,10 @@ def export(kind: Kind, folder: Path) -> Engines:
 def draft_oracle(folder: Path, kind: Kind) -> DraftOracle:
     """The draft on disk in float64."""
     trunk_config, trunk = open_trunk(folder / "trunk")
-    config, draft = open_draft(folder / "draft", trunk_config, aux_layers=kind.aux)
-    return DraftOracle(
-        {name: draft.array(name) for name in draft.tensors},
-        trunk.array("embed_tokens.weight"),
-        heads=config.attention_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        rotary_dim=config.rotary_dim,
-        theta=config.rope_theta,
-        eps=config.norm_eps,
-    )
+    overrides = DraftOverrides(aux_layers=kind.aux)
+    config, draft = open_draft(folder / "draft", trunk_config, trunk, overrides=overrides)
+    weights = {name: draft.array(name) for name in draft.tensors}
+    return DraftOracle.of(config, weights, trunk.array("embed_tokens.weight"))
 
 
 def ask(case: Case, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

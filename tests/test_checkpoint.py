@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.export.checkpoint import (
     Checkpoint,
     draft_shapes,
@@ -312,22 +313,25 @@ DAMAGED_DRAFTS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
         put(midlayer__self_attn__q_proj__weight=torch.zeros(128, 64)),
         "expected [128, 128] (reads [embedding; hidden]; is it an EAGLE-3 draft?)",
     ),
-    "fc.bias": (put(fc__bias=torch.zeros(64)), "1 tensors unexpected: fc.bias"),
+    "fc.bias of another size": (
+        put(fc__bias=torch.zeros(65)),
+        "fc.bias: shape [65], expected [64]",
+    ),
     "fc_norm without its flag": (
         put(fc_norm__0__weight=torch.zeros(64)),
-        "1 tensors unexpected: fc_norm.0.weight",
+        "1 tensors unexpected: fc_norm.0.weight (fc_norm is false or not in config.json)",
     ),
     "input_norm without its flag": (
         put(input_norm__weight=torch.zeros(192)),
-        "1 tensors unexpected: input_norm.weight",
+        "1 tensors unexpected: input_norm.weight (norm_before_fc is false or not in config.json)",
     ),
-    "q_norm": (
+    "q_norm without k_norm": (
         put(midlayer__self_attn__q_norm__weight=torch.zeros(16)),
-        "1 tensors unexpected: midlayer.self_attn.q_norm.weight",
+        "1 tensors missing: midlayer.self_attn.k_norm.weight",
     ),
     "no lm_head": (
         drop("lm_head.weight"),
-        "1 tensors missing: lm_head.weight (a draft needs its own head)",
+        "1 tensors missing: lm_head.weight (a draft needs its own head, unless it has the trunk's",
     ),
     "no d2t": (drop("d2t"), "1 tensors missing: d2t (maps the draft vocabulary"),
     "float d2t": (put(d2t=torch.zeros(96)), "d2t: F32, expected I64 or I32"),
@@ -368,10 +372,10 @@ def marks(ids: torch.Tensor) -> torch.Tensor:
     ("d2t", "t2d", "words"),
     [
         (OFFSETS * 0, marks(CHOSEN), "d2t is all zeros: an untrained mapping"),
-        (CHOSEN, marks(CHOSEN), "d2t holds absolute ids, wanted offsets: target = draft + d2t"),
-        (CHOSEN + 350, None, "d2t holds absolute ids"),
-        (CHOSEN, None, "d2t may be absolute ids (no t2d tells), wanted offsets"),
-        (SPARSE_OFFSETS, None, "d2t may be absolute ids (no t2d tells), wanted offsets"),
+        (CHOSEN, None, "d2t may hold offsets or absolute ids, and no t2d tells which; add the t2d"),
+        (SPARSE_OFFSETS, None, "d2t may hold offsets or absolute ids"),
+        (OFFSETS.flip(0), None, "strictly ascending ids"),
+        (CHOSEN + 500, None, "got 507 to 728 read as offsets, 507 to 633 read as ids"),
         (OFFSETS + 400, marks(CHOSEN), "strictly ascending ids from 0 to 511, got 407 to 533"),
         (OFFSETS - 8, marks(CHOSEN), "strictly ascending ids from 0 to 511, got -1"),
         (OFFSETS.flip(0), marks(CHOSEN), "must map to strictly ascending ids"),
@@ -401,6 +405,29 @@ def test_damaged_vocabularies(d2t: Any, t2d: Any, words: str, tmp_path: Path) ->
 def test_sound_vocabularies(change: Any, tmp_path: Path) -> None:
     config, checkpoint = open_draft(draft(tmp_path, change), TRUNK)
     assert len(checkpoint.array("d2t")) == config.draft_vocab_size
+    assert not config.absolute_d2t
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(d2t=CHOSEN, t2d=marks(CHOSEN)),
+        put(d2t=SPARSE.int(), t2d=marks(SPARSE)),
+        put(d2t=CHOSEN.flip(0), t2d=marks(CHOSEN)),  # any order, as t2d confirms the set
+    ],
+)
+def test_absolute_ids_in_d2t(change: Any, tmp_path: Path) -> None:
+    config, _ = open_draft(draft(tmp_path, change), TRUNK)
+    assert config.absolute_d2t
+
+
+def test_absolute_ids_without_t2d(tmp_path: Path) -> None:
+    def change(config: Config, tensors: Tensors) -> None:
+        del tensors["t2d"]
+        tensors["d2t"] = CHOSEN + 350  # as offsets they would leave the vocabulary
+
+    config, _ = open_draft(draft(tmp_path, change), TRUNK)
+    assert config.absolute_d2t
 
 
 def test_one_vocabulary_needs_no_mapping(tmp_path: Path) -> None:
@@ -418,17 +445,28 @@ def test_an_embedding_of_the_drafts_own(tmp_path: Path) -> None:
     same = draft(tmp_path / "same", put(embed_tokens__weight=table))
     _, (_, checkpoint) = open_pair(folder, same)
     assert checkpoint.ignored == {"embed_tokens": 1}
-    assert checkpoint.notices == ("the draft's own embedding is not used: the trunk's serves both",)
     assert len(checkpoint.tensors) == 15
+    half = draft(tmp_path / "half", put(embed_tokens__weight=table.bfloat16()))
+    _, (config, _) = open_pair(folder, half)
+    assert config.embedding == "draft.embed_tokens.weight", "other values after rounding"
     other = draft(tmp_path / "other", put(embed_tokens__weight=table + 1))
-    assert "differs from the trunk's embedding" in message(open_pair, folder, other)
+    _, (config, checkpoint) = open_pair(folder, other)
+    assert config.embedding == "draft.embed_tokens.weight"
+    assert torch.equal(checkpoint.torch("embed_tokens.weight"), table + 1)
+    assert "own embedding differs from the trunk's and is used" in checkpoint.notices[0]
+    short = draft(tmp_path / "short", put(embed_tokens__weight=table[:100]))
+    assert "embed_tokens.weight: shape [100, 64], expected [512, 64]" in message(
+        open_pair, folder, short
+    )
 
 
 def test_overrides_reach_the_config(tmp_path: Path) -> None:
-    overrides: Any = {"aux_layers": [0, 2, 5], "rope_theta": 1e4, "rotary_dim": 16}
-    _, (config, _) = open_pair(*write_pair(tmp_path), **overrides)
+    given = DraftOverrides(aux_layers=(0, 2, 5), rope_theta=1e4, rotary_dim=16)
+    _, (config, _) = open_pair(*write_pair(tmp_path), given)
     assert (config.aux_layers, config.rope_theta, config.rotary_dim) == ((0, 2, 5), 1e4, 16)
-    text = message(open_draft, tmp_path / "draft", TRUNK, aux_layers=[0, 2])
+    text = message(
+        open_draft, tmp_path / "draft", TRUNK, overrides=DraftOverrides(aux_layers=(0, 2))
+    )
     assert "fc.weight: shape [64, 192], expected [64, 128]" in text
 
 

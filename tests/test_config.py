@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig, read_json
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.strict_json import decode, dumps, encode
 from tests.toy_pair import draft_config, trunk_config
 
@@ -68,7 +69,8 @@ def trunk(config: dict[str, Any]) -> TrunkConfig:
 def draft(trunk: TrunkConfig = TRUNK, overrides: Any = None, **keys: Any) -> DraftConfig:
     config = draft_config(trunk_config()) | keys
     config = {key: value for key, value in config.items() if value != "absent"}
-    return DraftConfig.from_json(config, trunk, "config.json", **(overrides or {}))
+    given = DraftOverrides(**(overrides or {}))
+    return DraftConfig.from_json(config, trunk, "config.json", given)
 
 
 def message(action: Any, *arguments: Any, **keywords: Any) -> str:
@@ -266,7 +268,7 @@ def test_all_problems_come_in_one_error() -> None:
         "hidden_act",
         "num_experts",
     ]
-    lines = message(draft, norm_output=True, num_hidden_layers=2, vocab_size=100).splitlines()
+    lines = message(draft, norm_output=1, num_hidden_layers=2, vocab_size=100).splitlines()
     assert len(lines) == 4
 
 
@@ -319,53 +321,147 @@ def test_what_a_llama_config_may_leave_out() -> None:
     assert config.rotary_dim == 8  # the whole head
 
 
-FLAGS = [
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "attention_bias",
-    "mlp_bias",
-    "bias",
-]
+# flag -> the keys that say it
+FLAGS = {
+    "norm_before_residual": ["norm_before_residual"],
+    "norm_before_fc": ["norm_before_fc"],
+    "fc_norm": ["fc_norm", "use_aux_norm"],
+    "norm_output": ["norm_output", "return_hidden_post_norm"],
+}
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_flags_that_are_not_implemented(flag: str) -> None:
-    inside = {"eagle_config": {AUX: [1, 3, 4], flag: True}}
-    alone = {flag: "absent"} | inside
-    for keys, place in (({flag: True}, flag), (alone, f"eagle_config.{flag}")):
-        text = message(draft, **keys)
-        assert f"config.json: {place}: got true, wanted false; " in text
-        assert text.endswith("is not supported yet")
-    both = message(draft, **({flag: False} | inside))
-    assert f"eagle_config.{flag}: got true, wanted the same as {flag}, which is false" in both
-    assert "got 1, wanted false" in message(draft, **{flag: 1})
+def test_flags_from_every_place(flag: str) -> None:
+    assert getattr(DRAFT, flag) is False
+    assert f"{flag} false, as nothing says otherwise" in DRAFT.sources
+    for key in FLAGS[flag]:
+        inside = {"eagle_config": {AUX: [1, 3, 4], key: True}}
+        for keys, place in (({key: True}, key), (inside, f"eagle_config.{key}")):
+            config = draft(**keys)
+            assert config == dataclasses.replace(DRAFT, **{flag: True})
+            assert f"{flag} true, from {place}" in config.sources
+        assert getattr(draft(**({key: True} | inside)), flag)
+        both = message(draft, **({FLAGS[flag][0]: False} | inside))
+        assert f"eagle_config.{key}: got true, wanted the same as {FLAGS[flag][0]}, wh" in both
+        assert "got 1, wanted true or false" in message(draft, **{key: 1})
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "bias"])
+def test_keys_of_biases_are_true_or_false(key: str) -> None:
+    """What they mean is settled with the tensors."""
+    assert draft(**{key: True}) == DRAFT
+    assert f"{key}: got 1, wanted true or false" in message(draft, **{key: 1})
+
+
+def speculators(**changes: Any) -> dict[str, Any]:
+    """The toy draft's config as speculators writes it: the layer's own config nested."""
+    flat = draft_config(trunk_config())
+    outer = {"draft_vocab_size": flat.pop("draft_vocab_size"), "norm_before_residual": False}
+    flat = {k: v for k, v in flat.items() if k not in ("eagle_config", "target_hidden_size")}
+    told = {"algorithm": "eagle3", "proposal_methods": [], "verifier": {"architectures": []}}
+    data = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": told,
+        "target_hidden_size": None,
+        AUX: [2, 4, 5],
+        "transformer_layer_config": flat,
+        **outer,
+        **changes,
+    }
+    return {k: v for k, v in data.items() if v != "absent"}
+
+
+def test_speculators() -> None:
+    def read(**changes: Any) -> DraftConfig:
+        given = DraftOverrides(**changes.pop("overrides", {}))
+        return DraftConfig.from_json(speculators(**changes), TRUNK, "c", given)
+
+    assert dataclasses.replace(read(), aux_source="") == dataclasses.replace(DRAFT, aux_source="")
+    assert read(**{AUX: None}).aux_layers == (1, 3, 4)
+    assert read(norm_output=True).norm_output and read(fc_norm=True).fc_norm
+    words = "norm_before_residual: got nothing, wanted true or false; vLLM takes true and specul"
+    assert words in message(read, norm_before_residual="absent")
+    given = {"norm_before_residual": True}
+    assert read(norm_before_residual="absent", overrides=given).norm_before_residual
+    for key, value, words in (
+        ("speculators_model_type", "dflash", 'got "dflash", wanted "eagle3"; only EAGLE-3'),
+        ("speculators_config", {"algorithm": "mtp"}, 'speculators_config.algorithm: got "mtp"'),
+        ("transformer_layer_config", "absent", "transformer_layer_config: got nothing, wanted th"),
+        ("transformer_layer_config", [], "transformer_layer_config: got [], wanted an object"),
+        ("transformer_layer_config", {}, "transformer_layer_config.model_type: got nothing"),
+        ("hidden_size", 32, "transformer_layer_config.hidden_size: got 64, wanted the same as"),
+    ):
+        assert words in message(read, **{key: value})
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers: got 2, wanted 1; a draft of several"),
-        ({"speculators_model_type": "eagle3"}, "the speculators format is not supported yet"),
-        ({"transformer_layer_config": {}}, "the speculators format is not supported yet"),
-        ({"model_type": "qwen3"}, 'model_type: got "qwen3", wanted llama'),
-        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "norms on queries and keys"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier: got 0.5, wanted a key that is known"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: got 30.0"),
+        ({"eagle_config": {AUX: [1, 3, 4], "use_shared_mlp_norm": True}}, "eagle_config.use_shar"),
+        ({"kv_lora_rank": 512}, "is it part of the maths? if not, remove it from the file"),
+        ({"rope_interleaved": True}, "rope_interleaved: got true, wanted false; rotary pairs"),
+    ],
+)
+def test_unknown_keys_that_may_change_the_maths(keys: dict[str, Any], words: str) -> None:
+    assert words in message(draft, **keys)
+    assert "\n" not in message(draft, **keys)
+    (key,) = keys
+    if key != "eagle_config":
+        assert draft(**{key: None}) == draft(**{key: False}) == DRAFT
+    assert draft(my_run_name="x", learning_rate=1e-4) == DRAFT
+
+
+def test_keys_of_modelopt() -> None:
+    """As its exporter fills its template, null where nothing was set."""
+    eagle = {
+        AUX: [1, 3, 4],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+    }
+    assert draft(eagle_config=eagle, pretraining_tp=1, mlp_bias=None) == DRAFT
+    usual = draft(eagle_config=eagle | {AUX: []})  # what it writes for the usual layers
+    assert usual.aux_layers == DRAFT.aux_layers and "usual" in usual.aux_source
+    for key, bad in (
+        ("use_last_layernorm", False),
+        ("use_input_layernorm_in_first_layer", False),
+        ("use_mtp_layernorm", True),
+        ("next_layer_regular", False),
+        ("parallel_draft_step", 4),
+        ("eh_proj_before_attn", True),
+    ):
+        assert f"eagle_config.{key}: got " in message(draft, eagle_config=eagle | {key: bad})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers: got 2, wanted 1; engines disagree on"),
+        ({"speculators_model_type": "eagle3"}, "transformer_layer_config: got nothing, wanted"),
+        ({"model_type": "deepseek_v3"}, 'model_type: got "deepseek_v3", wanted llama or qwen3'),
+        ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc: got true, wanted false besi"),
+        ({"layer_types": ["sliding_attention"]}, "other kinds of layer are not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window: got true, wanted false; a sliding"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "without auxiliary features (EAGLE-1)"),
-        ({"eagle_config": {"return_hidden_post_norm": True}}, "recurrence taken after the last"),
         ({"eagle_config": [1, 3, 4]}, "eagle_config: got [1, 3, 4], wanted an object"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_theta: got nothing"),
         ({"rope_theta": 10000}, "rope_parameters.rope_theta: got 10000000, wanted the same as"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e7}}, 'got "llama3"'),
         ({"hidden_act": "gelu"}, "only SiLU"),
-        ({"logit_scale": 0.5}, "logit_scale: got 0.5"),
+        ({"logit_scale": 0}, "logit_scale: got 0, wanted a number above 0"),
         ({"quantization_config": {"bits": 4}}, "unquantised"),
         ({"vocab_size": 500}, "vocab_size: got 500, wanted 512, as in the trunk; is this draft"),
         ({"target_hidden_size": 128}, "target_hidden_size: got 128, wanted 64, as in the trunk"),
-        ({"hidden_size": 128, "target_hidden_size": 64}, "needs its own embedding: not supported"),
         ({"hidden_size": 128, "target_hidden_size": None}, "hidden_size: got 128, wanted 64, as"),
         ({"draft_vocab_size": 513}, "draft_vocab_size: got 513, wanted at most vocab_size"),
-        ({"draft_vocab_size": 512, "tie_word_embeddings": True}, "a head tied to the embedding"),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states: got 2, wanted 3"),
         ({"head_dim": None, "num_attention_heads": 7, "num_key_value_heads": 7}, "head_dim: got n"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: got 1.5"),
@@ -391,6 +487,7 @@ TRUNK_32 = trunk(trunk_config(32))
         ({"eagle_config": "absent"}, (1, 15, 28), "usual"),
         ({"eagle_config": {AUX: None}}, (1, 15, 28), "usual"),
         ({"eagle_config": {AUX: [2]}}, (1,), "boundaries"),
+        ({"eagle_config": {AUX: []}}, (1, 15, 28), "usual"),
     ],
 )
 def test_aux_layers_resolve_to_outputs(keys: Any, outputs: tuple[int, ...], source: str) -> None:
@@ -408,7 +505,6 @@ def test_aux_layers_resolve_to_outputs(keys: Any, outputs: tuple[int, ...], sour
         {"eagle_config": {AUX: [15, 1, 28]}},
         {"eagle_config": {AUX: [1, 15, 33]}},
         {"eagle_config": {AUX: [1, 15, -1]}},
-        {"eagle_config": {AUX: []}},
         {"eagle_config": {AUX: ["1", "15", "28"]}},
         {"eagle_config": {AUX: [True, 15, 28]}},
         {"eagle_config": {AUX: 3}},
@@ -421,7 +517,8 @@ def test_aux_layers_resolve_to_outputs(keys: Any, outputs: tuple[int, ...], sour
 def test_aux_layers_that_are_not_clear(keys: Any) -> None:
     text = message(draft, TRUNK_32, **keys)
     assert "\n" not in text
-    assert draft(TRUNK_32, {"aux_layers": [3, 9, 31]}, **keys).aux_layers == (3, 9, 31)
+    given = draft(TRUNK_32, {"aux_layers": (3, 9, 31)}, **keys)
+    assert given.aux_layers == (3, 9, 31) and "--aux-layers [3, 9, 31] given" in given.aux_source
 
 
 def test_no_usual_aux_layers_in_a_short_trunk() -> None:
@@ -432,7 +529,7 @@ def test_no_usual_aux_layers_in_a_short_trunk() -> None:
 @pytest.mark.parametrize("given", [[], [1, 1], [2, 1], [0, 8], [-1], ["1"], [1.0]])
 def test_given_aux_layers_are_checked(given: list[Any]) -> None:
     assert "options for the draft: --aux-layers: got" in message(
-        draft, TRUNK, {"aux_layers": given}
+        draft, TRUNK, {"aux_layers": tuple(given)}
     )
 
 
@@ -444,6 +541,51 @@ def test_overrides() -> None:
         assert f"options for the draft: {option}: got {bad}, wanted" in message(
             draft, TRUNK, {name: bad}
         )
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "outputs"),
+    [
+        ({"eagle_config": {AUX: [3, 15, 28]}}, {"aux_convention": "outputs"}, (3, 15, 28)),
+        ({"eagle_config": {AUX: [3, 15, 28]}}, {"aux_convention": "boundaries"}, (2, 14, 27)),
+        ({"eagle_config": {}, AUX: [1, 15, 28]}, {"aux_convention": "outputs"}, (1, 15, 28)),
+        ({}, {"aux_convention": "boundaries", "aux_layers": (1, 16, 32)}, (0, 15, 31)),
+        ({}, {"aux_convention": "outputs", "aux_layers": (0, 15, 31)}, (0, 15, 31)),
+    ],
+)
+def test_the_convention_can_be_given(keys: Any, given: Any, outputs: tuple[int, ...]) -> None:
+    assert draft(TRUNK_32, given, **keys).aux_layers == outputs
+
+
+def test_bad_conventions() -> None:
+    for options, words in (
+        ({"aux_convention": "inputs"}, '--aux-convention: got "inputs", wanted outputs or bound'),
+        ({"aux_convention": "boundaries", "aux_layers": (0, 2)}, "wanted layers from 1 to 32"),
+        ({"aux_layers": (0, 32)}, "--aux-layers: got [0, 32], wanted layers from 0 to 31"),
+    ):
+        assert words in message(draft, TRUNK_32, options)
+    none = message(draft, TRUNK_32, {"aux_convention": "outputs"}, eagle_config=None)
+    assert "ids that --aux-convention can be about; give --aux-layers" in none
+
+
+def test_overrides_of_flags() -> None:
+    """They beat the file, and even a file that contradicts itself."""
+    given = {"norm_output": False, "norm_before_residual": True}
+    config = draft(TRUNK, given, norm_output=True, eagle_config={AUX: [1, 3, 4]})
+    assert (config.norm_output, config.norm_before_residual) == (False, True)
+    assert "norm_output false, given as an option" in config.sources
+    torn = {"norm_output": True, "eagle_config": {AUX: [1, 3, 4], "norm_output": False}}
+    assert "make them agree" in message(draft, **torn)
+    assert draft(TRUNK, given, **torn).norm_output is False
+
+
+def test_overrides_as_they_are_typed() -> None:
+    given = DraftOverrides((1, 3, 4), "outputs", 1e4, 16, True, False)
+    assert given.words() == (
+        *("--aux-layers", "1,3,4", "--aux-convention", "outputs", "--rope-theta", "10000.0"),
+        *("--rotary-dim", "16", "--norm-output", "true", "--norm-before-residual", "false"),
+    )
+    assert DraftOverrides().words() == ()
 
 
 BAD_VALUES: list[Any] = [None, "x", -1, [], [[]], {}, float("inf"), 10**13]
@@ -459,7 +601,9 @@ def test_plain_data_and_back(config: Any) -> None:
         lacking = {k: v for k, v in plain.items() if k != key}
         assert f"missing ['{key}']" in message(kind.from_plain, lacking, "manifest.json")
         for bad in (None, "x", -1, [], [[]], {}, float("inf"), 10**13):
-            if (key == "aux_source" and bad == "x") or (key == "eos_ids" and bad == []):
+            if (key == "aux_source" and bad == "x") or (
+                key in ("eos_ids", "biases", "sources") and bad == []
+            ):
                 continue
             text = message(kind.from_plain, plain | {key: bad}, "manifest.json")
             assert text.startswith("manifest.json: ")

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from eagle_chain.engines.bound import with_bound_weights
+from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.spec import Options, StatePair
 from eagle_chain.export import eager
 from eagle_chain.export.bundle import Pair, weight_table
@@ -220,7 +221,9 @@ def long_trunk(
     """A graph that holds a long prompt, and the reference over any number of rows at once."""
     trunk, draft = long_pair
     config, checkpoint = open_trunk(trunk)
-    draft_config, draft_checkpoint = open_draft(draft, config, aux_layers=(0, 1, 2))
+    draft_config, draft_checkpoint = open_draft(
+        draft, config, overrides=DraftOverrides(aux_layers=(0, 1, 2))
+    )
     table = weight_table(Pair(config, draft_config, checkpoint, draft_checkpoint))
     opts = Options(WIDTH, max(LENGTHS) + 1, "fp32", request.param, DEBUG)
     graph = build_graphs(config, draft_config, table, opts)["trunk"]

@@ -48,7 +48,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
         "export/standard.py",
         "export/trunk.py",
     },
-    "ml_dtypes": {"export/builder.py", "export/checkpoint.py", "export/reference.py"},
+    "ml_dtypes": {"export/builder.py", "export/tensor_values.py", "export/reference.py"},
     "matplotlib": {"runtime/bench.py"},
     "onnxruntime": {"runtime/ort.py"},
     "cuda": {"runtime/cuda.py"},

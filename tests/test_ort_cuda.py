@@ -24,6 +24,7 @@ from eagle_chain.engines.bound import bound_weights, with_bound_weights
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.kernel_library import SOURCES, build_emulated
 from eagle_chain.engines.manifest import engine_specs
+from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export import graph as export_graph
 from eagle_chain.export.bundle import Pair, weight_table, write_bundle
@@ -37,6 +38,7 @@ from tests.standin import standins
 from tests.toy_pair import write_pair
 
 WIDTH, CAPACITY = 5, 48
+AUX = DraftOverrides(aux_layers=(0, 1, 2))
 TOLERANCE = 1e-4  # of the largest value, fp32: sums run in another order
 # Rounding to 16 bits, root mean square over that of the values: the toy trunk amplifies it.
 ROUNDING = {"fp16": 0.1, "bf16": 0.4}
@@ -69,7 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         draft_sizes={"head_dim": 32},
     )
     trunk_config, trunk = open_trunk(folders[0])
-    draft_config, draft = open_draft(folders[1], trunk_config, aux_layers=(0, 1, 2))
+    draft_config, draft = open_draft(folders[1], trunk_config, trunk, overrides=AUX)
     return Pair(trunk_config, draft_config, trunk, draft)
 
 

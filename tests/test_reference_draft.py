@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.spec import Options, draft_spec
 from eagle_chain.export import reference
 from eagle_chain.export.checkpoint import open_pair
@@ -21,7 +22,7 @@ from eagle_chain.export.eager import (
     TORCH_TYPES,
     draft_session,
     encoder_session,
-    load_weights,
+    load_draft,
     zero_states,
 )
 from tests.draft_oracle import DraftOracle
@@ -42,27 +43,21 @@ class Draft:
 
     def oracle(self) -> DraftOracle:
         """The same draft in the oracle, with an empty KV."""
-        config = self.config
-        return DraftOracle(
-            {name: t.numpy() for name, t in self.weights.items()},
-            self.embedding.numpy(),
-            heads=config.attention_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rotary_dim,
-            theta=config.rope_theta,
-            eps=config.norm_eps,
-        )
+        weights = {name: t.numpy() for name, t in self.weights.items()}
+        return DraftOracle.of(self.config, weights, self.embedding.numpy())
 
     def states(self) -> dict[str, Tensor]:
         """An empty KV."""
         return zero_states(draft_spec(self.config, WIDTH, Options(WIDTH, CAPACITY)))
 
 
-def make(folder: Path, overrides: dict[str, Any] | None = None, **options: Any) -> Draft:
-    (_, trunk), (config, draft) = open_pair(*write_pair(folder, **options), **(overrides or {}))
-    embedding = load_weights(trunk, "fp32")["embed_tokens.weight"]
-    return Draft(config, load_weights(draft, "fp32"), embedding)
+def make(folder: Path, overrides: DraftOverrides = NONE, **options: Any) -> Draft:
+    return opened(*write_pair(folder, **options), overrides)
+
+
+def opened(trunk_folder: Path, draft_folder: Path, overrides: DraftOverrides = NONE) -> Draft:
+    (_, trunk), (config, draft) = open_pair(trunk_folder, draft_folder, overrides)
+    return Draft(config, *load_draft(config, draft, trunk, "fp32"))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +94,7 @@ def check_rounds(reference: Any, draft: Draft) -> None:
     for position, kept, singles in ((0, 5, 0), (5, 2, 3), (7, 1, 3), (8, 5, 2), (13, 3, 3)):
         ids = tokens(WIDTH)
         features = torch.randn(WIDTH, draft.config.feature_size, generator=random)
-        g = reference.encode(draft.weights, features)
+        g = reference.encode(draft.weights, draft.config, features)
         row = kept - 1
         for i in range(kept):
             near(g[i], oracle.encode(features[i].double().numpy()), f"encoded row {i}")
@@ -128,8 +123,8 @@ def check_rounds(reference: Any, draft: Draft) -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as published": {},
-    "whole head rotates": {"overrides": {"rotary_dim": 16}},
-    "other theta": {"overrides": {"rope_theta": 10000.0}},
+    "whole head rotates": {"overrides": DraftOverrides(rotary_dim=16)},
+    "other theta": {"overrides": DraftOverrides(rope_theta=10000.0)},
     "one vocabulary": {"draft_sizes": {"draft_vocab_size": 512}},
     "one KV head": {"draft_sizes": {"num_key_value_heads": 1, "rms_norm_eps": 1e-3}},
     "two aux layers": {"aux": [1, 4]},
@@ -144,24 +139,23 @@ def test_rounds_like_the_oracle(variant: str, tmp_path: Path) -> None:
 MISTAKES = {
     "centred norms": ("(rms(x, eps) * weight.to(f32))", "(rms(x, eps) * (1 + weight.to(f32)))"),
     "hidden before embedding": (
-        'x = torch.cat([e, plain_norm(g, layer["hidden_norm.weight"], eps)], -1)',
-        'x = torch.cat([plain_norm(g, layer["hidden_norm.weight"], eps), e], -1)',
+        "x = torch.cat([e, normed_g], -1)",
+        "x = torch.cat([normed_g, e], -1)",
     ),
-    "hidden not normed": ('plain_norm(g, layer["hidden_norm.weight"], eps)', "g"),
+    "hidden not normed": ("x = torch.cat([e, normed_g], -1)", "x = torch.cat([e, g], -1)"),
     "norms of embedding and hidden swapped": (
-        'layer["input_layernorm.weight"], eps)\n    x =',
-        'layer["hidden_norm.weight"], eps)\n    x =',
+        'layer["input_layernorm.weight"], eps)\n    normed_g =',
+        'layer["hidden_norm.weight"], eps)\n    normed_g =',
     ),
     "residual after the norm": (
-        'h = g + F.linear(mixed, layer["self_attn.o_proj.weight"])',
-        'h = plain_norm(g, layer["hidden_norm.weight"], eps) '
-        '+ F.linear(mixed, layer["self_attn.o_proj.weight"])',
+        "residual = normed_g if config.norm_before_residual else g",
+        "residual = normed_g",
     ),
-    "no residual": ("h = g + F.linear(mixed,", "h = F.linear(mixed,"),
-    "embedding as residual": ("h = g + F.linear(mixed,", "h = e + F.linear(mixed,"),
+    "no residual": ("h = residual + linear(mixed,", "h = linear(mixed,"),
+    "embedding as residual": ("h = residual + linear(mixed,", "h = e + linear(mixed,"),
     "no residual around the MLP": ("h = h + mlp(plain", "h = mlp(plain"),
     "recurrence after the norm": (
-        "g_next=g_next,",
+        "g_next=normed if config.norm_output else g_next,",
         "g_next=normed,",
     ),
     "last norm left out": (
@@ -169,8 +163,8 @@ MISTAKES = {
         "normed = g_next",
     ),
     "d2t as absolute ids": (
-        'target = token + weights["d2t"]',
-        'target = weights["d2t"]',
+        "target = target if config.absolute_d2t else token + target",
+        "target = target",
     ),
     "d2t not applied": ('if "d2t" in weights:', "if False:"),
     "last row instead of the chosen one": ("g_next = h[row : row + 1]", "g_next = h[-1:]"),
@@ -247,8 +241,7 @@ def test_rejected_rows_leave_no_trace(draft: Draft) -> None:
 def test_sessions_give_what_the_specs_say(dtype: str, tmp_path: Path) -> None:
     (_, trunk), (config, stored) = open_pair(*write_pair(tmp_path, dtype="bf16"))
     options = Options(WIDTH, CAPACITY, dtype, debug=("logits",))
-    weights = load_weights(stored, dtype)
-    embedding = load_weights(trunk, dtype)["embed_tokens.weight"]
+    weights, embedding = load_draft(config, stored, trunk, dtype)
     sessions = [encoder_session(weights, config, options)]
     sessions += [draft_session(weights, embedding, config, rows, options) for rows in (WIDTH, 1)]
     for session in sessions:
@@ -268,7 +261,7 @@ def test_sessions_give_what_the_specs_say(dtype: str, tmp_path: Path) -> None:
 def test_gradients_reach_every_weight(draft: Draft) -> None:
     weights = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in draft.weights.items()}
     features = torch.randn(WIDTH, draft.config.feature_size, generator=torch.Generator())
-    g = reference.encode(weights, features)
+    g = reference.encode(weights, draft.config, features)
     ids, states = torch.arange(WIDTH), draft.states()
     out = reference.draft_step(weights, draft.embedding, draft.config, ids, g, 0, 4, states)
     out.logits.logsumexp(-1).sum().backward()

@@ -23,6 +23,7 @@ from eagle_chain.export.eager import (
     EagerSession,
     draft_session,
     encoder_session,
+    load_draft,
     load_weights,
     trunk_session,
     zero_states,
@@ -45,14 +46,10 @@ class Reference:
         assert manifest.draft is not None
         self.options = replace(manifest.options, dtype="fp32", debug=("logits",))
         (self.config, trunk), (self.draft_config, draft) = open_pair(
-            bundle / "weights" / "trunk",
-            bundle / "weights" / "draft",
-            aux_layers=manifest.aux_layers,
-            rope_theta=manifest.draft.rope_theta,
-            rotary_dim=manifest.draft.rotary_dim,
+            bundle / "weights" / "trunk", bundle / "weights" / "draft", manifest.overrides
         )
-        weights, drafted = load_weights(trunk, "fp32"), load_weights(draft, "fp32")
-        embedding = weights["embed_tokens.weight"]
+        weights = load_weights(trunk, "fp32")
+        drafted, embedding = load_draft(self.draft_config, draft, trunk, "fp32")
         options = self.options
         self.trunk = trunk_session(weights, self.config, manifest.aux_layers, options)
         self.encoder = encoder_session(drafted, self.draft_config, options)
