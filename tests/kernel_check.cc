@@ -1,5 +1,5 @@
-// Tensor-core attention against its simpler sibling, on fibres: over every size of stretch, row by row
-// as well. Prints what is wrong.
+// The kernels for the big model's sizes against plain sums or their simpler siblings, on fibres, row by
+// row as well. Prints what is wrong.
 #include <cstdio>
 #include <random>
 
@@ -18,7 +18,8 @@ std::vector<T> random_values(size_t count, float scale) {
   for (T& v : values) v = to_bf16(normal() * scale);
   return values;
 }
-double distance(const std::vector<T>& got, const std::vector<T>& want) {
+template <class Value>
+double distance(const std::vector<Value>& got, const std::vector<Value>& want) {
   double error = 0, size = 0;
   for (size_t i = 0; i < want.size(); ++i) {
     error += pow(to_float(got[i]) - to_float(want[i]), 2);
@@ -105,7 +106,110 @@ struct Attention {
   }
 };
 
+// A product of many rows, with the division that its norm left to it.
+void check_long_product(int rows) {
+  const int depth = 328, out = 40, slots = 3;
+  const std::vector<T> x = random_values(size_t(rows) * depth, 1.0f);
+  const std::vector<T> w = random_values(size_t(out) * depth, 0.05f);
+  std::vector<float> squares(size_t(rows) * slots);
+  for (float& square : squares) square = float(depth) * (0.1f + fabsf(normal()));
+  Segments s = {{w.data()}, {out}, 1};
+  auto run = [&](int first, int count) {
+    std::vector<T> y(size_t(count) * out);
+    Around around;
+    around.squares = squares.data() + size_t(first) * slots;
+    around.slots = slots;
+    around.eps = 1e-6f;
+    launch(count <= 8 ? linear_long<T, 1> : linear_long<T, 2>, dim3((out + 15) / 16), LINEAR_THREADS,
+           nullptr, false, x.data() + size_t(first) * depth, s, around, count, depth, out, y.data());
+    return y;
+  };
+  const std::vector<T> got = run(0, rows);
+  std::vector<T> want(got.size());
+  for (int r = 0; r < rows; ++r) {
+    double square = 0;
+    for (int i = 0; i < slots; ++i) square += squares[size_t(r) * slots + i];
+    for (int n = 0; n < out; ++n) {
+      double sum = 0;
+      for (int k = 0; k < depth; ++k) {
+        sum += double(to_float(x[size_t(r) * depth + k])) * to_float(w[size_t(n) * depth + k]);
+      }
+      want[size_t(r) * out + n] = to_bf16(float(sum / sqrt(square / depth + 1e-6)));
+    }
+    const std::vector<T> alone = run(r, 1);
+    const bool equal = memcmp(alone.data(), got.data() + size_t(r) * out, out * sizeof(T)) == 0;
+    expect(equal, "a row of a long product has other bits alone", rows, r);
+  }
+  expect(distance(got, want) < 1e-3, "a long product is wrong", rows, 0);
+}
+
+// The delta rule with dims of 128: its two kernels agree, and a fold has the bits of the rows themselves.
+struct Delta {
+  static constexpr int ROWS = 5, KEYS = 2, HEADS = 4, DIM = MAX_DIM, CHANNELS = (2 * KEYS + HEADS) * DIM;
+  DeltaSizes n = {ROWS, KEYS, HEADS, DIM, CHANNELS + HEADS * DIM + 2 * HEADS, 1e-6f};
+  std::vector<T> proj = random_values(size_t(ROWS) * n.stride, 1.0f), window, y;
+  std::vector<float> S, log_key, log_delta, log_decay, every;
+  std::vector<float> conv = random_floats(CHANNELS * CONV), rate = random_floats(HEADS);
+  std::vector<float> bias = random_floats(HEADS), norm = random_floats(DIM);
+  int32_t kept = 3;
+
+  static std::vector<float> random_floats(size_t count) {
+    std::vector<float> values(count);
+    for (float& v : values) v = normal() * 0.3f;
+    return values;
+  }
+  Delta() {
+    window = random_values(size_t(CHANNELS) * (CONV - 1 + ROWS), 1.0f);
+    S = random_floats(size_t(HEADS) * DIM * DIM);
+    log_key = random_floats(size_t(ROWS) * KEYS * DIM);
+    log_delta = random_floats(size_t(ROWS) * HEADS * DIM);
+    log_decay = random_floats(size_t(ROWS) * HEADS);
+  }
+  Delta after(bool wide) const {
+    Delta next = *this;
+    next.y.resize(size_t(ROWS) * HEADS * DIM);
+    next.every.resize(size_t(ROWS) * HEADS * DIM * DIM);
+    DeltaTensors t = {};
+    t.proj = proj.data();
+    t.window = window.data();
+    t.S = S.data();
+    t.log_key = log_key.data();
+    t.log_delta = log_delta.data();
+    t.log_decay = log_decay.data();
+    t.kept = &kept;
+    t.conv = conv.data();
+    t.rate = rate.data();
+    t.bias = bias.data();
+    t.norm = norm.data();
+    t.y = next.y.data();
+    t.next_window = next.window.data();
+    t.next_S = next.S.data();
+    t.next_key = next.log_key.data();
+    t.next_delta = next.log_delta.data();
+    t.next_decay = next.log_decay.data();
+    t.every_S = next.every.data();
+    if (wide) launch(gated_delta_wide<T, 1>, dim3(HEADS), SHARES * DIM, nullptr, false, t, n);
+    else launch(gated_delta<T, DIM / PARTS>, dim3(HEADS), DELTA_THREADS, nullptr, false, t, n);
+    return next;
+  }
+  void check() const {
+    const Delta want = after(false), got = after(true), next = got.after(true);
+    expect(distance(got.y, want.y) < 5e-3, "the wide delta rule differs", 0, 0);
+    expect(distance(got.every, want.every) < 1e-5, "its states differ", 0, 0);
+    expect(distance(got.S, want.S) < 1e-6, "its fold differs", 0, 0);
+    expect(distance(got.log_key, want.log_key) < 1e-5, "its keys differ", 0, 0);
+    expect(distance(got.log_delta, want.log_delta) < 1e-5, "its deltas differ", 0, 0);
+    expect(distance(got.log_decay, want.log_decay) < 1e-5, "its decays differ", 0, 0);
+    expect(distance(got.window, want.window) == 0, "its window differs", 0, 0);
+    const float* rows = got.every.data() + size_t(kept - 1) * HEADS * DIM * DIM;
+    const bool same = memcmp(next.S.data(), rows, next.S.size() * sizeof(float)) == 0;
+    expect(same, "a fold has other bits than the rows", kept, 0);
+  }
+};
+
 int main() {
+  for (int rows : {5, 9}) check_long_product(rows);
+  Delta().check();
   Attention attention;
   for (int position : {29, 1085, 4094, 8190}) attention.check(position);
   return failures != 0;

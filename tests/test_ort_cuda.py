@@ -75,8 +75,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(trunk_config, draft_config, trunk, draft)
 
 
-def test_tensor_core_attention_agrees_with_the_simpler_kernel(tmp_path: Path) -> None:
-    """Far into a cache, which the toy pair does not reach."""
+def test_the_kernels_for_big_sizes_agree_with_simpler_sums(tmp_path: Path) -> None:
+    """Dims, matrices and caches that the toy pair does not reach."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler to build the kernels with")

@@ -68,6 +68,25 @@ DEVICE void let_next_start() {
 #endif
 }
 
+// Blocks of a cluster wait for one another, and write into each other's shared memory.
+DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+DEVICE void store_at_rank(float* p, unsigned rank, float x) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there, here = uint32_t(__cvta_generic_to_shared(p));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
+#endif
+}
+
 // d[16x8] += a[16x16] b[16x8], fp32 sums.
 DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], fp16) {
 #if __CUDA_ARCH__ >= 800
@@ -88,21 +107,35 @@ DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 #endif
 }
 
-// Launches `kernel`; `dependent` lets it start while the kernel before it drains.
+// Launches `kernel` in clusters of `cluster` blocks; `dependent` lets it start while the kernel before
+// it drains.
 template <class... Parameters, class... Arguments>
-const char* launch(void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream,
-                   bool dependent, Arguments... arguments) {
+const char* launch_clusters(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, int threads,
+                            Stream stream, bool dependent, Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (dependent) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+template <class... Parameters, class... Arguments>
+const char* launch(void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream,
+                   bool dependent, Arguments... arguments) {
+  return launch_clusters(1, kernel, grid, threads, stream, dependent, arguments...);
 }
 inline const char* copy_bytes(void* to, const void* from, size_t size, Stream stream) {
   const cudaError_t error = cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);

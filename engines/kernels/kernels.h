@@ -99,17 +99,71 @@ add_norm(const T* h, const T* delta, const float* weight, float offset, float ep
 constexpr int LINEAR_THREADS = 256;
 constexpr int LINEAR_WARPS = LINEAR_THREADS / 32;
 
+constexpr int SLOT = 16;  // columns of one partial sum of squares
+
 struct Segments {  // matrices that share x; their rows stand one after the other in y
   const void* weight[MAX_SEGMENTS];
   int rows[MAX_SEGMENTS];
   int count;
 };
+// The RMSNorms around a product, without kernels of their own. In front: x is multiplied by the norm's
+// weight but not yet divided by its length, of which `squares` [R, slots] holds the parts; the division
+// waits until y. Behind: sum = h + y is kept with the parts of its length, and y becomes sum times the
+// next norm's weight. Every sum runs in a fixed order.
+struct Around {
+  const float* squares = nullptr;
+  int slots = 0;
+  float eps = 0.0f;
+  const void* h = nullptr;
+  const float* weight = nullptr;
+  float offset = 0.0f;
+  void* sum = nullptr;
+  float* next_squares = nullptr;
+};
+// The residual times a norm's weight has to stay in the range of fp16: a sixteenth of it is kept.
+template <class T>
+DEVICE float calm(T) {
+  return 1.0f;
+}
+DEVICE float calm(fp16) { return 1.0f / 16; }
+
+// What the rows of y are multiplied by; a warp a row.
+template <class T>
+DEVICE void row_scales(const Around& around, int depth, int rows, float* scales, T type) {
+  const int lane = int(threadIdx.x) % 32;
+  for (int row = int(threadIdx.x) / 32; row < rows; row += int(blockDim.x) / 32) {
+    float sum = 0.0f;
+    if (around.squares != nullptr) {
+      UNROLL_BY_4
+      for (int i = lane; i < around.slots; i += 32) sum += around.squares[row * around.slots + i];
+      sum = 1.0f / (sqrtf(sum_of_warp(sum) / float(depth) + around.eps) * calm(type));
+    }
+    if (lane == 0) scales[row] = around.squares != nullptr ? sum : 1.0f;
+  }
+}
+// `value` of one row and column joins the residual `h` there; 16 neighbouring lanes hold a slot.
+template <class T>
+DEVICE void join(const Around& around, int row, int column, int out, bool inside, float value, float h,
+                 float weight, T* y) {
+  const float total = inside ? rounded<T>(h + rounded<T>(value)) : 0.0f;
+  const int64_t place = int64_t(row) * out + column;
+  if (inside) {
+    put(static_cast<T*>(around.sum)[place], total);
+    put(y[place], total * (weight + around.offset) * calm(T{}));
+  }
+  float square = product(total, total);
+  UNROLL
+  for (int mask = SLOT / 2; mask > 0; mask /= 2) square += shuffle_xor(square, mask);
+  if (inside && column % SLOT == 0) {
+    around.next_squares[row * ((out + SLOT - 1) / SLOT) + column / SLOT] = square;
+  }
+}
 
 // TILES 16-row tiles a block; GATED: tile 0 is of segment 0, tile 1 of segment 1, y = silu(0) * 1.
 template <class T, int TILES, int COLUMNS, bool GATED, int AHEAD>
 KERNEL(LINEAR_THREADS, 2)
-linear(const T* x, Segments segments, int rows, int depth, int out, T* y) {
-  SHARED float partial[LINEAR_WARPS][TILES][COLUMNS][128];
+linear(const T* x, Segments segments, Around around, int rows, int depth, int out, T* y) {
+  SHARED float partial[LINEAR_WARPS][TILES][COLUMNS][128], scales[MAX_ROWS];
   const int t = int(threadIdx.x), warp = t / 32, lane = t % 32, group = lane / 4, quad = lane % 4;
 
   // Which rows of which matrix.
@@ -142,6 +196,11 @@ linear(const T* x, Segments segments, int rows, int depth, int out, T* y) {
   const uint4 zero = {0, 0, 0, 0};
   float sums[TILES][COLUMNS][4] = {};
   uint4 a[AHEAD][TILES][2], b[COLUMNS];
+  auto begin_reading = [&] {  // the weights do not depend on the kernel before this one
+    wait_for_inputs();
+    let_next_start();
+    row_scales(around, depth, rows, scales, T{});
+  };
 
   for (int s = begin; s < end; s += AHEAD) {
     UNROLL
@@ -157,10 +216,7 @@ linear(const T* x, Segments segments, int rows, int depth, int out, T* y) {
         }
       }
     }
-    if (s == begin) {  // the weights do not depend on the kernel before this one
-      wait_for_inputs();
-      let_next_start();
-    }
+    if (s == begin) begin_reading();
     UNROLL
     for (int u = 0; u < AHEAD; ++u) {
       const int k = (s + u) * 32 + quad * 8;
@@ -186,9 +242,15 @@ linear(const T* x, Segments segments, int rows, int depth, int out, T* y) {
       }
     }
   }
-  if (begin >= end) {
-    wait_for_inputs();
-    let_next_start();
+  if (begin >= end) begin_reading();
+  constexpr bool MAY_JOIN = TILES == 1 && !GATED;  // then a thread has one output at most
+  float h = 0.0f, weight = 0.0f;
+  if (MAY_JOIN && around.h != nullptr) {
+    const int row = t / SLOT, column = unit * step + t % SLOT;
+    if (row < rows && column < out) {
+      h = to_float(static_cast<const T*>(around.h)[int64_t(row) * out + column]);
+      weight = load_constant(around.weight + column);
+    }
   }
   UNROLL
   for (int tile = 0; tile < TILES; ++tile) {
@@ -207,28 +269,132 @@ linear(const T* x, Segments segments, int rows, int depth, int out, T* y) {
     const int c = row / 8, column = row % 8, tile = n / 16, r = n % 16;
     const int slot = (r % 8 * 4 + column / 2) * 4 + r / 8 * 2 + column % 2;
     const int target = unit * step + n;
-    if (row >= rows || target >= segments.rows[segment]) continue;
+    const bool inside = row < rows && target < segments.rows[segment];
+    if (!inside && !(MAY_JOIN && around.h != nullptr)) continue;
+    const float scale = inside ? scales[row] : 0.0f;
     float value = 0.0f;
     UNROLL
     for (int w = 0; w < LINEAR_WARPS; ++w) value += partial[w][tile][c][slot];
+    value *= scale;
     if (GATED) {
       float up = 0.0f;
       UNROLL
       for (int w = 0; w < LINEAR_WARPS; ++w) up += partial[w][TILES - 1][c][slot];
-      value = value * sigmoid(value) * up;
+      value = value * sigmoid(value) * (up * scale);
     }
-    put(y[int64_t(row) * out + first + target], value);
+    if (MAY_JOIN && around.h != nullptr) join(around, row, target, out, inside, value, h, weight, y);
+    else put(y[int64_t(row) * out + first + target], value);
+  }
+}
+
+// The same for a matrix of very many rows: 8 rows a tile, of which a load takes 128 bytes at once. Even
+// and odd rows of a fragment are the two halves of 64 k, each with its own sums; the next loads are
+// under way while a step is computed.
+template <class T, int COLUMNS>
+KERNEL(LINEAR_THREADS, COLUMNS == 1 ? 2 : 1)
+linear_long(const T* x, Segments segments, Around around, int rows, int depth, int out, T* y) {
+  constexpr int TILES = 2, TILE = 8, AHEAD = 4, K = 64;
+  SHARED float partial[LINEAR_WARPS][TILES][TILE][COLUMNS * 8 + 1], scales[MAX_ROWS];
+  const int t = int(threadIdx.x), warp = t / 32, lane = t % 32, group = lane / 4, quad = lane % 4;
+  const int begin = int(blockIdx.x) * SLOT, eighth = lane % 8 * 8;
+  const T* weights[TILES][2];
+  UNROLL
+  for (int tile = 0; tile < TILES; ++tile) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = begin + tile * TILE + half * 4 + lane / 8;
+      const int held = row < out ? row : out - 1;  // the results of others are not kept
+      weights[tile][half] = static_cast<const T*>(segments.weight[0]) + int64_t(held) * depth + eighth;
+    }
+  }
+  const int steps = (depth + K - 1) / K, share = (steps + LINEAR_WARPS - 1) / LINEAR_WARPS;
+  const int start = warp * share * K, stop = start + share * K < depth ? start + share * K : depth;
+  const uint4 zero = {0, 0, 0, 0};
+  uint4 a[AHEAD][TILES][2], b[2][2][COLUMNS];
+  auto load = [&](int u, int k) {
+    UNROLL
+    for (int tile = 0; tile < TILES; ++tile) {
+      UNROLL
+      for (int half = 0; half < 2; ++half) {
+        a[u][tile][half] = k + eighth < stop ? load_once(weights[tile][half] + k) : zero;
+      }
+    }
+  };
+  auto load_x = [&](int u, int k) {
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      UNROLL
+      for (int c = 0; c < COLUMNS; ++c) {
+        const int row = c * 8 + group, at = k + half * 32 + quad * 8;
+        const T* from = x + int64_t(row) * depth + at;
+        b[u][half][c] = row < rows && at < stop ? *reinterpret_cast<const uint4*>(from) : zero;
+      }
+    }
+  };
+  UNROLL
+  for (int u = 0; u < AHEAD; ++u) load(u, start + u * K);
+  wait_for_inputs();
+  let_next_start();
+  row_scales(around, depth, rows, scales, T{});
+  float sums[TILES][2][COLUMNS][4] = {};
+  load_x(0, start);
+  for (int k = start; k < stop; k += AHEAD * K) {
+    UNROLL
+    for (int u = 0; u < AHEAD; ++u) {
+      load_x((u + 1) % 2, k + (u + 1) * K);
+      UNROLL
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint4 low = a[u][tile][0], high = a[u][tile][1];
+        const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+        const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+          UNROLL
+          for (int c = 0; c < COLUMNS; ++c) {
+            const uint4 held = b[u % 2][half][c];
+            const uint32_t b0[2] = {held.x, held.y}, b1[2] = {held.z, held.w};
+            multiply(sums[tile][half][c], a0, b0, T{});
+            multiply(sums[tile][half][c], a1, b1, T{});
+          }
+        }
+      }
+      load(u, k + (u + AHEAD) * K);
+    }
+  }
+  UNROLL
+  for (int tile = 0; tile < TILES; ++tile) {
+    UNROLL
+    for (int c = 0; c < COLUMNS; ++c) {
+      UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const float mine = group % 2 ? sums[tile][1][c][e] : sums[tile][0][c][e];
+        const float both = mine + shuffle_xor(mine, 4);
+        const int row = e / 2 * 4 + group / 2, column = c * 8 + quad * 2 + e % 2;
+        if (group % 2 == 0) partial[warp][tile][row][column] = both;
+      }
+    }
+  }
+  sync_block();
+  for (int o = t; o < SLOT * rows; o += LINEAR_THREADS) {
+    const int n = o % SLOT, row = o / SLOT;
+    if (begin + n >= out) continue;
+    float value = 0.0f;
+    UNROLL
+    for (int w = 0; w < LINEAR_WARPS; ++w) value += partial[w][n / TILE][n % TILE][row];
+    put(y[int64_t(row) * out + begin + n], value * scales[row]);
   }
 }
 
 // The same in fp32, without tensor cores: one warp a row of w.
 template <bool GATED>
-KERNEL(LINEAR_THREADS, 1)
-linear_fp32(const float* x, Segments segments, int rows, int depth, int out, float* y) {
+KERNEL(SLOT * 32, 1)
+linear_fp32(const float* x, Segments segments, Around around, int rows, int depth, int out, float* y) {
+  SHARED float scales[MAX_ROWS], values[MAX_ROWS][SLOT];
   wait_for_inputs();
   let_next_start();
+  row_scales(around, depth, rows, scales, 0.0f);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const int target = int(blockIdx.x) * LINEAR_WARPS + warp;
+  const int target = int(blockIdx.x) * SLOT + warp;
   int segment = 0, row = target;
   while (!GATED && segment + 1 < segments.count && row >= segments.rows[segment]) {
     row -= segments.rows[segment++];
@@ -245,13 +411,25 @@ linear_fp32(const float* x, Segments segments, int rows, int depth, int out, flo
       }
     }
   }
+  sync_block();
   UNROLL
   for (int r = 0; r < MAX_ROWS; ++r) {
     if (r >= rows) continue;
-    float value = sum_of_warp(sums[0][r]);
-    if (GATED) value = value * sigmoid(value) * sum_of_warp(sums[1][r]);
-    if (lane == 0 && inside) y[int64_t(r) * out + target] = value;
+    float value = sum_of_warp(sums[0][r]) * scales[r];
+    if (GATED) value = value * sigmoid(value) * (sum_of_warp(sums[1][r]) * scales[r]);
+    if (lane == 0) values[r][warp] = value;
   }
+  sync_block();
+  const int mine = int(threadIdx.x) / SLOT, column = int(blockIdx.x) * SLOT + int(threadIdx.x) % SLOT;
+  const bool kept = mine < rows && column < out;
+  const float value = kept ? values[mine][threadIdx.x % SLOT] : 0.0f;
+  const int64_t place = int64_t(mine) * out + column;
+  if (around.h == nullptr) {
+    if (kept) y[place] = value;
+    return;
+  }
+  const float h = kept ? static_cast<const float*>(around.h)[place] : 0.0f;
+  join(around, mine, column, out, kept, value, h, kept ? around.weight[column] : 0.0f, y);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -464,6 +642,255 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
       if (d >= dv) continue;
       put(y[(int64_t(r) * n.value_heads + head) * dv + d],
           mixed[j] * scale * weight[d] * gate[r][d]);
+    }
+  }
+}
+
+// The same for key and value dims of 128, with more threads: everything older than the run is loaded
+// before the wait, and a head's value columns are dealt to SPLIT blocks of a cluster, which add up their
+// squares for the norm.
+constexpr int SHARES = 8;  // of the key dim
+
+template <class T, int SPLIT>
+KERNEL(SHARES * MAX_DIM / SPLIT, 1)
+gated_delta_wide(DeltaTensors t, DeltaSizes n) {
+  constexpr int dk = MAX_DIM, dv = MAX_DIM, DEPTH = dk / SHARES, COLUMNS = dv / SPLIT;
+  constexpr int THREADS = SHARES * COLUMNS, WARPS = THREADS / 32;
+  constexpr int CHANNELS = 2 * dk + COLUMNS, TURNS = (CHANNELS + THREADS - 1) / THREADS;
+  SHARED_WIDE float query[MAX_ROWS][dk], key[MAX_ROWS][dk];
+  SHARED float value[MAX_ROWS][COLUMNS], recalled[2][SHARES][COLUMNS];
+  SHARED_WIDE float output[MAX_ROWS][SHARES][COLUMNS];
+  SHARED_WIDE float log_key[MAX_ROWS][dk];
+  SHARED float log_delta[MAX_ROWS][COLUMNS], log_decay[MAX_ROWS];
+  SHARED float gate[MAX_ROWS][COLUMNS], decay[MAX_ROWS], beta[MAX_ROWS], squares[MAX_ROWS][SPLIT];
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int rank = int(blockIdx.x) % SPLIT, head = int(blockIdx.x) / SPLIT, first = rank * COLUMNS;
+  const int group = n.value_heads / n.key_heads, key_head = head / group;
+  const bool leads = head % group == 0 && rank == 0;
+  const int rows = n.rows, keys = n.key_heads * dk, channels = 2 * keys + n.value_heads * dv;
+  const int column = thread % COLUMNS, part = thread / COLUMNS, k0 = part * DEPTH;
+  const int64_t base = (int64_t(head) * dk + k0) * dv + first + column;
+
+  let_next_start();
+  if (SPLIT > 1) cluster_arrive();
+  float S[DEPTH];
+  UNROLL
+  for (int j = 0; j < DEPTH; ++j) S[j] = t.S[base + int64_t(j) * dv];
+  int kept = t.kept[0];
+  kept = kept < 0 ? 0 : kept > rows ? rows : kept;
+  for (int i = thread; i < rows * dk; i += THREADS) {
+    log_key[i / dk][i % dk] = t.log_key[int64_t(i / dk * n.key_heads + key_head) * dk + i % dk];
+  }
+  for (int i = thread; i < rows * COLUMNS; i += THREADS) {
+    const int r = i / COLUMNS, c = i % COLUMNS;
+    log_delta[r][c] = t.log_delta[int64_t(r * n.value_heads + head) * dv + first + c];
+  }
+  if (thread < rows) log_decay[thread] = t.log_decay[thread * n.value_heads + head];
+  constexpr int history = CONV - 1;
+  const int wide = history + rows;
+  const T* window = static_cast<const T*>(t.window);
+  T* next_window = static_cast<T*>(t.next_window);
+  T past[TURNS][history];
+  float taps[TURNS][CONV];
+  auto channel_of = [&](int i) {
+    return i >= 2 * dk ? 2 * keys + head * dv + first + i - 2 * dk
+           : i >= dk   ? keys + key_head * dk + i - dk
+                       : key_head * dk + i;
+  };
+  UNROLL
+  for (int u = 0; u < TURNS; ++u) {
+    const int i = thread + u * THREADS, c = channel_of(i);
+    if (i >= CHANNELS) continue;
+    UNROLL
+    for (int j = 0; j < history; ++j) past[u][j] = window[int64_t(c) * wide + kept + j];
+    UNROLL
+    for (int j = 0; j < CONV; ++j) taps[u][j] = load_constant(t.conv + int64_t(c) * CONV + j);
+  }
+  const int gating = THREADS - 1 - thread;
+  constexpr int EACH = COLUMNS / 32, LINES = (MAX_ROWS + WARPS - 1) / WARPS;
+  float weight[EACH];
+  UNROLL
+  for (int j = 0; j < EACH; ++j) weight[j] = load_constant(t.norm + first + lane + j * 32);
+  float bias = 0.0f, rate = 0.0f;
+  if (gating < rows) {
+    bias = load_constant(t.bias + head);
+    rate = -expf(load_constant(t.rate + head));
+  }
+  sync_block();
+  for (int r = 0; r < kept; ++r) {
+    const float fade = log_decay[r], delta = log_delta[r][column];
+    UNROLL
+    for (int j = 0; j < DEPTH; j += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&log_key[r][k0 + j]);
+      S[j] = fused(k.x, delta, product(S[j], fade));
+      S[j + 1] = fused(k.y, delta, product(S[j + 1], fade));
+      S[j + 2] = fused(k.z, delta, product(S[j + 2], fade));
+      S[j + 3] = fused(k.w, delta, product(S[j + 3], fade));
+    }
+  }
+  wait_for_inputs();
+
+  const T* proj = static_cast<const T*>(t.proj);
+  T raw[TURNS][MAX_ROWS];
+  UNROLL
+  for (int u = 0; u < TURNS; ++u) {
+    const int i = thread + u * THREADS, c = channel_of(i);
+    UNROLL
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r < rows && i < CHANNELS) raw[u][r] = proj[int64_t(r) * n.stride + c];
+    }
+  }
+  constexpr int GATES = (MAX_ROWS * COLUMNS + THREADS - 1) / THREADS;
+  T z[GATES];
+  UNROLL
+  for (int u = 0; u < GATES; ++u) {
+    const int i = thread + u * THREADS;
+    const int from = channels + head * dv + first + i % COLUMNS;
+    if (i < rows * COLUMNS) z[u] = proj[int64_t(i / COLUMNS) * n.stride + from];
+  }
+  if (gating < rows) {
+    const T* gates = proj + int64_t(gating) * n.stride + channels + n.value_heads * dv;
+    const float a = to_float(gates[n.value_heads + head]) + bias, b = to_float(gates[head]);
+    const float softplus = a > 20.0f ? a : log1pf(expf(a));
+    decay[gating] = expf(rate * softplus);
+    beta[gating] = sigmoid(b);
+    if (rank == 0) t.next_decay[gating * n.value_heads + head] = decay[gating];
+  }
+  UNROLL
+  for (int j = 0; j < DEPTH; ++j) t.next_S[base + int64_t(j) * dv] = S[j];
+  UNROLL
+  for (int u = 0; u < TURNS; ++u) {
+    const int i = thread + u * THREADS, c = channel_of(i);
+    if (i >= CHANNELS) continue;
+    const bool is_value = i >= 2 * dk, is_key = !is_value && i >= dk;
+    float line[history + MAX_ROWS];
+    UNROLL
+    for (int j = 0; j < history; ++j) line[j] = to_float(past[u][j]);
+    UNROLL
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r < rows) line[history + r] = to_float(raw[u][r]);
+    }
+    UNROLL
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r >= rows) continue;
+      float sum = 0.0f;
+      UNROLL
+      for (int j = 0; j < CONV; ++j) sum = fused(taps[u][j], line[r + j], sum);
+      sum = rounded<T>(sum);
+      sum = rounded<T>(sum * sigmoid(sum));
+      if (is_value) value[r][i - 2 * dk] = sum;
+      else if (is_key) key[r][i - dk] = sum;
+      else query[r][i] = sum;
+    }
+    if (!is_value && !leads) continue;
+    UNROLL
+    for (int j = 0; j < history; ++j) next_window[int64_t(c) * wide + j] = past[u][j];
+    UNROLL
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r < rows) next_window[int64_t(c) * wide + history + r] = raw[u][r];
+    }
+  }
+  UNROLL
+  for (int u = 0; u < GATES; ++u) {
+    const int i = thread + u * THREADS;
+    if (i >= rows * COLUMNS) continue;
+    const float x = to_float(z[u]);
+    gate[i / COLUMNS][i % COLUMNS] = x * sigmoid(x);
+  }
+  sync_block();
+  for (int i = warp; i < 2 * rows; i += WARPS) {
+    float* vector = i < rows ? query[i] : key[i - rows];
+    float square = 0.0f;
+    for (int d = lane; d < dk; d += 32) square = fused(vector[d], vector[d], square);
+    square = sum_of_warp(square);
+    const float length = sqrtf(square + 1e-6f), scale = i < rows ? 1.0f / sqrtf(float(dk)) : 1.0f;
+    for (int d = lane; d < dk; d += 32) {
+      vector[d] = vector[d] / length * scale;
+      if (i >= rows && leads) {
+        t.next_key[(int64_t(i - rows) * n.key_heads + key_head) * dk + d] = vector[d];
+      }
+    }
+  }
+  sync_block();
+  for (int r = 0; r < rows; ++r) {
+    const float fade = decay[r];
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    UNROLL
+    for (int j = 0; j < DEPTH; j += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&key[r][k0 + j]);
+      sums[0] = fused(S[j] = product(S[j], fade), k.x, sums[0]);
+      sums[1] = fused(S[j + 1] = product(S[j + 1], fade), k.y, sums[1]);
+      sums[2] = fused(S[j + 2] = product(S[j + 2], fade), k.z, sums[2]);
+      sums[3] = fused(S[j + 3] = product(S[j + 3], fade), k.w, sums[3]);
+    }
+    recalled[r % 2][part][column] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    sync_block();
+    float total = 0.0f;
+    UNROLL
+    for (int p = 0; p < SHARES; ++p) total += recalled[r % 2][p][column];
+    const float delta = beta[r] * (value[r][column] - total);
+    UNROLL
+    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
+    UNROLL
+    for (int j = 0; j < DEPTH; j += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&key[r][k0 + j]);
+      const float4 q = *reinterpret_cast<const float4*>(&query[r][k0 + j]);
+      sums[0] = fused(S[j] = fused(k.x, delta, S[j]), q.x, sums[0]);
+      sums[1] = fused(S[j + 1] = fused(k.y, delta, S[j + 1]), q.y, sums[1]);
+      sums[2] = fused(S[j + 2] = fused(k.z, delta, S[j + 2]), q.z, sums[2]);
+      sums[3] = fused(S[j + 3] = fused(k.w, delta, S[j + 3]), q.w, sums[3]);
+    }
+    output[r][part][column] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    if (part == 0) t.next_delta[(int64_t(r) * n.value_heads + head) * dv + first + column] = delta;
+    if (t.every_S != nullptr) {
+      UNROLL
+      for (int j = 0; j < DEPTH; ++j) {
+        t.every_S[int64_t(r) * n.value_heads * dk * dv + base + int64_t(j) * dv] = S[j];
+      }
+    }
+  }
+  sync_block();
+  float mixed[LINES][EACH], square[LINES];
+  UNROLL
+  for (int u = 0; u < LINES; ++u) {
+    const int r = warp + u * WARPS;
+    square[u] = 0.0f;
+    if (r >= rows) continue;
+    UNROLL
+    for (int j = 0; j < EACH; ++j) {
+      mixed[u][j] = 0.0f;
+      UNROLL
+      for (int p = 0; p < SHARES; ++p) mixed[u][j] += output[r][p][lane + j * 32];
+      square[u] = fused(mixed[u][j], mixed[u][j], square[u]);
+    }
+    square[u] = sum_of_warp(square[u]);
+    if (SPLIT > 1) {
+      if (u == 0) cluster_wait();
+      if (lane < SPLIT) store_at_rank(&squares[r][rank], unsigned(lane), square[u]);
+    }
+  }
+  if (SPLIT > 1) {
+    if (warp >= rows) cluster_wait();  // the arrival of the start
+    cluster_arrive();
+    cluster_wait();
+  }
+  T* y = static_cast<T*>(t.y);
+  UNROLL
+  for (int u = 0; u < LINES; ++u) {
+    const int r = warp + u * WARPS;
+    if (r >= rows) continue;
+    float total = square[u];
+    if (SPLIT > 1) {
+      total = 0.0f;
+      UNROLL
+      for (int s = 0; s < SPLIT; ++s) total += squares[r][s];
+    }
+    const float scale = 1.0f / sqrtf(total / float(dv) + n.eps);
+    UNROLL
+    for (int j = 0; j < EACH; ++j) {
+      const int d = lane + j * 32;
+      put(y[(int64_t(r) * n.value_heads + head) * dv + first + d],
+          mixed[u][j] * scale * weight[j] * gate[r][d]);
     }
   }
 }

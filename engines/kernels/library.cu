@@ -11,6 +11,16 @@
 // blocks of 32 rows there must be before blocks take 32 rows instead of 16.
 constexpr int LINEAR_AHEAD = 4;
 constexpr int LINEAR_WIDE = 300;
+constexpr int LINEAR_LONG = 1500;  // blocks of 16 rows from which the kernel for long matrices pays
+
+// Blocks of a cluster that share a value head; 0 where the GPU has no clusters.
+#ifndef __CUDACC__
+constexpr int DELTA_SPLIT = 1;
+#elif __CUDA_ARCH_LIST__ >= 900
+constexpr int DELTA_SPLIT = 2;
+#else
+constexpr int DELTA_SPLIT = 0;
+#endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -133,60 +143,70 @@ void run_norm(const Call& call, const Attributes& a, bool adds) {
 }
 
 template <class T, int TILES, bool GATED, int AHEAD>
-void launch_linear(const Call& call, const Tensor& x, const Segments& s, int units, int out, T* y) {
+void launch_linear(const Call& call, const Tensor& x, const Segments& s, const Around& around, int units,
+                   int out, T* y) {
   const int rows = int(x.rows()), depth = int(x[-1]);
-  if (rows <= 8) {
-    done(launch(linear<T, TILES, 1, GATED, AHEAD>, dim3(unsigned(units)), LINEAR_THREADS,
-                call.stream(), dependent_launch(), x.as<T>(), s, rows, depth, out, y));
-  } else {
-    done(launch(linear<T, TILES, 2, GATED, AHEAD>, dim3(unsigned(units)), LINEAR_THREADS,
-                call.stream(), dependent_launch(), x.as<T>(), s, rows, depth, out, y));
-  }
+  const bool narrow = rows <= 8;
+  done(launch(narrow ? linear<T, TILES, 1, GATED, AHEAD> : linear<T, TILES, 2, GATED, AHEAD>,
+              dim3(unsigned(units)), LINEAR_THREADS, call.stream(), dependent_launch(), x.as<T>(), s,
+              around, rows, depth, out, y));
 }
 
-// Linear(x, w0[, w1, w2, w3]) -> [R, sum of rows]; GatedLinear(x, gate, up) -> silu(gate x) * up x.
-void run_linear(const Call& call, bool gated) {
-  const Tensor x = call.input(0);
+// x times the weights from input `first` on, -> y [R, out] with the norms around it.
+struct Product {
   Segments s = {};
-  int out = 0, narrow = 0, wide = 0;
-  for (int i = 0; i < MAX_SEGMENTS; ++i) {
-    const Tensor w = call.input(size_t(i) + 1);
-    if (w.data == nullptr) break;
-    require(w.type == x.type, "a weight's dtype is not that of the activations");
-    require(w[-1] == x[-1], "a weight does not have the width of x");
-    s.weight[i] = w.data;
-    s.rows[i] = int(w[0]);
-    s.count = i + 1;
-    out += s.rows[i];
-    narrow += (s.rows[i] + 15) / 16;
-    wide += (s.rows[i] + 31) / 32;
-  }
-  const int rows = int(x.rows());
-  require(rows <= MAX_ROWS, "too many rows for the fused kernels");
-  require(x[-1] % 8 == 0, "the width of a matrix is a multiple of 8");
-  if (gated) {
+  int out = 0, narrow = 0, wide = 0;  // blocks of 16 and of 32 rows
+  Product(const Call& call, const Tensor& x, size_t first, bool gated) {
+    for (int i = 0; i < MAX_SEGMENTS; ++i) {
+      const Tensor w = call.input(first + size_t(i));
+      if (w.data == nullptr) break;
+      require(w.type == x.type, "a weight's dtype is not that of the activations");
+      require(w[-1] == x[-1], "a weight does not have the width of x");
+      s.weight[i] = w.data;
+      s.rows[i] = int(w[0]);
+      s.count = i + 1;
+      out += s.rows[i];
+      narrow += (s.rows[i] + 15) / 16;
+      wide += (s.rows[i] + 31) / 32;
+    }
+    require(x.rows() <= MAX_ROWS, "too many rows for the fused kernels");
+    require(x[-1] % 8 == 0, "the width of a matrix is a multiple of 8");
+    if (!gated) return;
     require(s.count == 2 && s.rows[0] == s.rows[1], "gate and up have the same shape");
     out = s.rows[0];
     narrow = (out + 15) / 16;
   }
+  void run(const Call& call, const Tensor& x, const Around& around, bool gated, void* y) const {
+    const int rows = int(x.rows()), depth = int(x[-1]);
+    by_type(x.type, [&](auto t) {
+      using T = decltype(t);
+      T* to = static_cast<T*>(y);
+      if constexpr (sizeof(T) == 4) {
+        const dim3 blocks{unsigned((out + SLOT - 1) / SLOT)};
+        done(launch(gated ? linear_fp32<true> : linear_fp32<false>, blocks, SLOT * 32, call.stream(),
+                    dependent_launch(), x.as<T>(), s, around, rows, depth, out, to));
+      } else if (gated) {
+        launch_linear<T, 2, true, LINEAR_AHEAD>(call, x, s, around, narrow, out, to);
+      } else if (narrow >= LINEAR_LONG && s.count == 1) {
+        done(launch(rows <= 8 ? linear_long<T, 1> : linear_long<T, 2>, dim3(unsigned(narrow)),
+                    LINEAR_THREADS, call.stream(), dependent_launch(), x.as<T>(), s, around, rows, depth,
+                    out, to));
+      } else if (wide >= LINEAR_WIDE) {
+        launch_linear<T, 2, false, LINEAR_AHEAD>(call, x, s, around, wide, out, to);
+      } else {
+        launch_linear<T, 1, false, 2 * LINEAR_AHEAD>(call, x, s, around, narrow, out, to);
+      }
+    });
+  }
+};
+
+// Linear(x, w0[, w1, w2, w3]) -> [R, sum of rows]; GatedLinear(x, gate, up) -> silu(gate x) * up x.
+void run_linear(const Call& call, bool gated) {
+  const Tensor x = call.input(0);
+  const Product product(call, x, 1, gated);
   std::vector<int64_t> shape = x.shape;
-  shape.back() = out;
-  void* y = call.output(0, shape);
-  by_type(x.type, [&](auto t) {
-    using T = decltype(t);
-    T* to = static_cast<T*>(y);
-    if constexpr (sizeof(T) == 4) {
-      const unsigned blocks = unsigned((out + LINEAR_WARPS - 1) / LINEAR_WARPS);
-      done(launch(gated ? linear_fp32<true> : linear_fp32<false>, dim3(blocks), LINEAR_THREADS,
-                  call.stream(), dependent_launch(), x.as<T>(), s, rows, int(x[-1]), out, to));
-    } else if (gated) {
-      launch_linear<T, 2, true, LINEAR_AHEAD>(call, x, s, narrow, out, to);
-    } else if (wide >= LINEAR_WIDE) {
-      launch_linear<T, 2, false, LINEAR_AHEAD>(call, x, s, wide, out, to);
-    } else {
-      launch_linear<T, 1, false, 2 * LINEAR_AHEAD>(call, x, s, narrow, out, to);
-    }
-  });
+  shape.back() = product.out;
+  product.run(call, x, Around{}, gated, call.output(0, shape));
 }
 
 // GatedDelta(proj, window, S, log_key, log_delta, log_decay, kept, conv, A_log, dt_bias, norm)
@@ -233,6 +253,12 @@ void run_delta(const Call& call, const Attributes& a) {
     auto start = [&](auto kernel) {
       done(launch(kernel, grid, threads, call.stream(), dependent_launch(), t, n));
     };
+    if (key_dim == 128 && n.value_dim == 128 && DELTA_SPLIT != 0) {
+      constexpr unsigned split = DELTA_SPLIT == 0 ? 1 : DELTA_SPLIT;
+      done(launch_clusters(split, gated_delta_wide<T, split>, dim3(unsigned(n.value_heads) * split),
+                           SHARES * MAX_DIM / split, call.stream(), dependent_launch(), t, n));
+      return;
+    }
     if (key_dim == 128) return start(gated_delta<T, 32>);
     if (key_dim == 64) return start(gated_delta<T, 16>);
     if (key_dim == 32) return start(gated_delta<T, 8>);

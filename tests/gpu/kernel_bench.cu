@@ -64,7 +64,7 @@ void product(const char* name, int depth, int out, int rows, bool dependent) {
     s.weight[0] = w; s.rows[0] = out; s.count = 1;
     if (GATED) { s.weight[1] = w + size_t(depth) * out; s.rows[1] = out; s.count = 2; }
     const char* e = launch(linear<T, TILES, 1, GATED, AHEAD>, dim3(units), LINEAR_THREADS, stream, dependent,
-                           (const T*)x, s, rows, depth, out, y);
+                           (const T*)x, s, Around{}, rows, depth, out, y);
     if (e) printf("%s\n", e);
   };
   const float us = chained_us(std::max(20, copies), work);
@@ -77,7 +77,7 @@ void verify(int depth, int out, int rows) {
   plain<<<(out + 127) / 128, 128>>>(x, pool, rows, depth, out, want);
   Segments s = {}; s.weight[0] = pool; s.rows[0] = out; s.count = 1;
   launch(linear<T, TILES, 1, false, AHEAD>, dim3((out + 16 * TILES - 1) / (16 * TILES)), LINEAR_THREADS, stream, true,
-         (const T*)x, s, rows, depth, out, y);
+         (const T*)x, s, Around{}, rows, depth, out, y);
   check(cudaDeviceSynchronize(), "product");
   std::vector<float> a(size_t(rows) * out); std::vector<bf16> b(a.size());
   cudaMemcpy(a.data(), want, a.size() * 4, cudaMemcpyDeviceToHost);
@@ -128,7 +128,7 @@ int main() {
       t.proj = x; t.window = x + (1 << 18); t.S = base; t.log_key = base + 2 * S; t.log_delta = t.log_key + 16384; t.log_decay = t.log_delta + 32768;
       t.kept = n3; t.conv = f; t.rate = f; t.bias = f; t.norm = f; t.y = y; t.next_window = y + (1 << 20); t.next_S = base + S;
       t.next_key = base + 2 * S + 65536; t.next_delta = t.next_key + 16384; t.next_decay = t.next_delta + 32768; t.every_S = nullptr;
-      launch(gated_delta<T, 32>, dim3(32), 512, stream, dep, t, n); }));
+      launch_clusters(2, gated_delta_wide<T, 2>, dim3(64), 512, stream, dep, t, n); }));
     for (int position : {1000, 4000}) {
       cudaMemcpy(n3 + 1, &position, 4, cudaMemcpyHostToDevice);
       AttendSizes n = {};
