@@ -27,8 +27,10 @@ from eagle_chain.engines.spec import (
     DTYPES,
     EngineSpec,
     Options,
+    draft_prefill_spec,
     draft_spec,
     encoder_spec,
+    prefill_spec,
     trunk_spec,
 )
 from eagle_chain.engines.strict_json import decode, dumps, encode, listed, shown
@@ -38,6 +40,7 @@ MANIFEST = "manifest.json"
 HALF_WRITTEN = f".{MANIFEST}.partial"  # what a killed process leaves of one
 PROFILES = ("portable", "standard", "ort-cuda", "ort-fused")
 DEBUG_OUTPUTS = ("logits", "S_rows")
+PREFILL_STEP = 32  # rows of the smallest chunk of the delta rule
 STORED_BYTES = {  # dtypes of safetensors
     **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
     **{"I32": 4, "F32": 4, "I64": 8, "F64": 8},
@@ -90,14 +93,19 @@ def engine_specs(
     trunk: TrunkConfig, draft: DraftConfig | None, options: Options
 ) -> dict[str, EngineSpec]:
     """The specs of all engines of a bundle, by name."""
-    if draft is None:
-        return {"trunk": trunk_spec(trunk, (), options)}
-    return {
-        "trunk": trunk_spec(trunk, draft.aux_layers, options),
-        "encoder": encoder_spec(draft, options),
-        "draft": draft_spec(draft, options.width, options),
-        "draft_step": draft_spec(draft, 1, options),
-    }
+    aux_layers = draft.aux_layers if draft else ()
+    specs = {"trunk": trunk_spec(trunk, aux_layers, options)}
+    if draft is not None:
+        specs |= {
+            "encoder": encoder_spec(draft, options),
+            "draft": draft_spec(draft, options.width, options),
+            "draft_step": draft_spec(draft, 1, options),
+        }
+    if options.prefill:
+        specs["prefill"] = prefill_spec(trunk, aux_layers, options)
+        if draft is not None:
+            specs["draft_prefill"] = draft_prefill_spec(draft, options)
+    return specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +215,25 @@ def check_options(options: Options) -> None:
             f"profile ort-fused keeps KV in the dtype, {options.dtype}, and kv is {options.kv}: "
             "leave --kv out, or use another profile"
         )
+    check_prefill(options)
     unknown = sorted(set(options.debug) - set(DEBUG_OUTPUTS))
     if unknown or len(set(options.debug)) != len(options.debug):
         raise InputError(
             f"debug is {', '.join(options.debug)}, expected some of {', '.join(DEBUG_OUTPUTS)}"
+        )
+
+
+def check_prefill(options: Options) -> None:
+    """Refuse a number of prompt rows that does not divide into chunks, or is more than fit."""
+    rows = options.prefill
+    if rows < 0 or rows % PREFILL_STEP or 0 < rows < options.width:
+        raise InputError(
+            f"prefill is {rows}, expected 0 (off) or a multiple of {PREFILL_STEP} rows above the "
+            f"width, {options.width}"
+        )
+    if rows > options.kv_rows:
+        raise InputError(
+            f"prefill is {rows}, but the capacity is {options.capacity}: give at most that"
         )
 
 

@@ -129,6 +129,7 @@ class Options:
     profile: str = "portable"
     debug: tuple[str, ...] = ()  # extra outputs: "logits", "S_rows"
     kv: str | None = None  # how KV rows are stored, one of `kv.KV_TYPES`; None: as `dtype`
+    prefill: int = 0  # rows of a call over a prompt; 0: no engines for that
 
     @property
     def kv_rows(self) -> int:
@@ -246,6 +247,53 @@ def trunk_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Option
     counters = tuple(TensorSpec(name, "int32", (1,)) for name in ("position", "rows", "kept"))
     ids = TensorSpec("ids", "int32", (width,))
     return EngineSpec("trunk", (ids, *counters), tuple(outputs), tuple(states))
+
+
+def prefill_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Options) -> EngineSpec:
+    """One call over P rows of a prompt, all of which join the sequence; the trunk's states.
+
+    Inputs: `ids` [P], `position` [1] of row 0, `rows` [1] valid rows of this call (1..P), `kept`
+    [1] rows of the trunk call before it that joined the sequence (0 behind another prefill). P rows
+    of KV are written: position + P is at most C + W.
+    Outputs: `pending` [1] greedy choice after the last valid row (-1 where the logits are not
+    finite), `next_kept` [1] = 0, as S leaves with all valid rows folded and the window begins with
+    their last inputs, `next_position` [1] = position + rows, `features` [P, A*H], `hidden` [P, H];
+    rows behind the valid ones change no state and hold nothing.
+    """
+    trunk = trunk_spec(config, aux_layers, options)
+    rows, hidden = options.prefill, config.hidden_size
+    outputs = [
+        TensorSpec("pending", "int32", (1,)),
+        TensorSpec("next_kept", "int32", (1,)),
+        TensorSpec("next_position", "int32", (1,)),
+        TensorSpec("features", options.dtype, (rows, len(aux_layers) * hidden)),
+        TensorSpec("hidden", options.dtype, (rows, hidden)),
+    ]
+    if "logits" in options.debug:
+        outputs.append(TensorSpec("logits", "fp32", (1, config.vocab_size)))
+    ids, *counters = trunk.inputs
+    inputs = (TensorSpec(ids.name, ids.dtype, (rows,)), *counters)
+    return EngineSpec("prefill", inputs, tuple(outputs), trunk.states)
+
+
+def draft_prefill_spec(config: DraftConfig, options: Options) -> EngineSpec:
+    """The draft's KV rows for P rows of a prompt; no guess is made, so nothing else is computed.
+
+    Inputs: `ids` [P] (row i holds the token behind feature i), `features` [P, A*Ht] of the
+    prefill, `position` [1] of row 0, `rows` [1] valid rows (1..P).
+    """
+    rows = options.prefill
+    return EngineSpec(
+        "draft_prefill",
+        (
+            TensorSpec("ids", "int32", (rows,)),
+            TensorSpec("features", options.dtype, (rows, config.feature_size)),
+            TensorSpec("position", "int32", (1,)),
+            TensorSpec("rows", "int32", (1,)),
+        ),
+        (),
+        kv_pairs("draft", config.kv_heads, config.head_dim, options),
+    )
 
 
 def encoder_spec(config: DraftConfig, options: Options) -> EngineSpec:

@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"memory grow with it ({CAPACITY}, or all the trunk has)",
     )
     parser.add_argument(
+        "--prefill",
+        metavar="ROWS",
+        type=int,
+        default=Options.prefill,
+        help="rows of a call over a prompt, in engines made for that; 0 for none (0)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default=Options.dtype,
@@ -155,6 +162,7 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         arguments.profile,
         arguments.debug,
         arguments.kv,
+        arguments.prefill,
     )
     check_options(options)
     return options
@@ -166,6 +174,7 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
     for name, default in (
         ("width", Options.width),
         ("capacity", None),
+        ("prefill", Options.prefill),
         ("dtype", Options.dtype),
         ("kv", None),
         ("profile", Options.profile),

@@ -1,4 +1,4 @@
-"""The four graphs of a pair: trunk, encoder, draft (W rows) and draft_step (1 row)."""
+"""The graphs of a pair: trunk, encoder, draft (W rows), draft_step (1 row), and for prompts two."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from eagle_chain.export.fused import (
 )
 from eagle_chain.export.lowering import Portable
 from eagle_chain.export.ort_cuda import OrtCuda, OrtCudaTrunk
+from eagle_chain.export.prefill import Prefill, PrefillRows, record_draft_prefill
+from eagle_chain.export.prefill_cuda import FusedPrefill, OrtCudaPrefill, StockFused
 from eagle_chain.export.standard import Standard
 from eagle_chain.export.trunk import TrunkGraph
 
 TRUNKS: dict[str, type[TrunkGraph]] = {"ort-cuda": OrtCudaTrunk, "ort-fused": FusedTrunk}
+PREFILLS: dict[str, type[PrefillRows]] = {"ort-cuda": OrtCudaPrefill, "ort-fused": FusedPrefill}
 STANDARD_PROFILES: dict[str, type[Portable]] = {"portable": Portable, "standard": Standard}
 ORT_PROFILES: dict[str, type[Portable]] = {"ort-cuda": OrtCuda, "ort-fused": Fused}
 
@@ -31,12 +34,19 @@ def build_graphs(
     trunk: TrunkConfig, draft: DraftConfig, weights: Mapping[str, Weight], options: Options
 ) -> dict[str, onnx.ModelProto]:
     """Author every graph; weights stay in the files that `weights` names (see `Weight`)."""
-    profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
     graphs = {}
     for name, spec in engine_specs(trunk, draft, options).items():
+        profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
+        if name in ("prefill", "draft_prefill") and profile is Fused:
+            profile = StockFused
         g = GraphBuilder(spec, weights, options.dtype, profile.opset)
         low = profile(g)
-        if name == "trunk":
+        if name == "prefill":
+            wide = PREFILLS.get(options.profile, Prefill)
+            wide(g, low, trunk, draft.aux_layers, options).record()
+        elif name == "draft_prefill":
+            record_draft_prefill(g, low, draft, options)
+        elif name == "trunk":
             kind = TRUNKS.get(options.profile, TrunkGraph)
             kind(g, low, trunk, draft.aux_layers, options).record()
         elif isinstance(low, Fused):

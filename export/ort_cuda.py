@@ -29,6 +29,11 @@ class OrtCuda(Standard):
             return g.linear(x, names[0])
         return g.Gemm(x, g.derived(Derived(names, g.dtype)), transB=1)
 
+    def several(self, x: ir.Value, *names: str) -> list[ir.Value]:
+        """X [R, K] times each of several weights [N, K]."""
+        sizes = [self.g.weight_shape(name)[0] for name in names]
+        return self.g.split(self.join(x, *names), -1, *sizes)
+
     def gamma(self, weight: str, *, centred: bool) -> ir.Value:
         """The weight of a norm in the compute dtype."""
         return self.g.derived(Derived((weight,), self.g.dtype, float(centred)))
@@ -51,9 +56,7 @@ class OrtCuda(Standard):
     def swiglu(self, x: ir.Value, prefix: str) -> ir.Value:
         """down(silu(gate(x)) * up(x)) with gate and up in one product."""
         g = self.g
-        names = f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"
-        inner = g.weight_shape(names[0])[0]
-        gate, up = g.split(self.join(x, *names), -1, inner, inner)
+        gate, up = self.several(x, f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
         return g.linear(g.Mul(self.silu(gate), up), f"{prefix}.down_proj.weight")
 
     def silu(self, x: ir.Value) -> ir.Value:
@@ -99,13 +102,13 @@ class OrtCudaTrunk(TrunkGraph):
         g, low, config, width = self.g, self.low, self.config, self.width
         prefix = f"layers.{i}.self_attn"
         heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
-        fused = low.join(x, *(f"{prefix}.{part}_proj.weight" for part in "qkv"))
         wide, narrow = heads.query * heads.dim, heads.kv * heads.dim
-        gated, key, value = g.split(fused, -1, 2 * wide, narrow, narrow)
+        gated, key, value = low.several(x, *(f"{prefix}.{part}_proj.weight" for part in "qkv"))
         gated = g.reshape(gated, width, heads.query, 2 * heads.dim)
         query, gate = g.split(gated, -1, heads.dim, heads.dim)
         query = self.norm(query, f"{prefix}.q_norm.weight")
         key = self.norm(g.reshape(key, width, heads.kv, heads.dim), f"{prefix}.k_norm.weight")
+        key, value = self.valid(key), self.valid(value, 1)
         mixed, *cache = low.ms(
             "GroupQueryAttention",
             [
@@ -146,30 +149,13 @@ class OrtCudaTrunk(TrunkGraph):
 
     def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
         """GatedDeltaNet twice: over the kept rows of the last call, and over this call's."""
-        g, low, config, width = self.g, self.low, self.config, self.width
+        g, config, width = self.g, self.config, self.width
         prefix, state = f"layers.{i}.linear_attn", f"layers.{i}"
-        heads, wide = config.linear_value_heads, config.linear_value_heads * config.linear_value_dim
-        names = [f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
-        u, z, gates = g.split(low.join(x, *names), -1, config.conv_channels, wide, 2 * heads)
-        beta, decay = g.split(g.fp32(gates), -1, heads, heads)
-
-        history = config.conv_kernel - 1
-        columns = g.Add(g.input("kept"), g.int32(*range(history)))
+        u, z, beta, decay = self.projected(x, prefix)
+        columns = g.Add(g.input("kept"), g.int32(*range(config.conv_kernel - 1)))
         past = g.Gather(g.input(f"{state}.window"), columns, axis=0)  # [3, C]
-        g.output(f"{state}.window.next", g.Concat(past, u, axis=0))
-        qkv, _ = low.ms(
-            "CausalConvWithState",
-            [
-                g.Unsqueeze(u, g.ints(0)),
-                g.weight(f"{prefix}.conv1d.weight"),
-                None,
-                g.Unsqueeze(past, g.ints(0)),
-            ],
-            2,
-            activation="silu",
-            channels_last=1,
-        )
-        qkv = g.reshape(qkv, width, config.conv_channels)
+        g.output(f"{state}.window.next", self.window_columns(g.Concat(past, u, axis=0)))
+        qkv = self.convolved(u, past, prefix)
         g.output(f"{state}.log_qkv.next", qkv)
         g.output(f"{state}.log_decay.next", decay)
         g.output(f"{state}.log_beta.next", beta)
@@ -185,10 +171,39 @@ class OrtCudaTrunk(TrunkGraph):
                 first = (g.Slice(t, g.ints(0), g.ints(n), g.ints(0)) for t in (qkv, decay, beta))
                 every.append(self.delta(prefix, tuple(first), S, g.int32(0, n))[1])
             g.output(f"{state}.S_rows", g.Concat(*every, axis=0))
-        normed, *_ = low.ms(
+        return self.normed(mixed, z, prefix)
+
+    def projected(self, x: ir.Value, prefix: str) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+        """The conv's input and the gate, and beta and decay before their activations, fp32."""
+        names = [f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
+        u, z, beta, decay = self.low.several(x, *names)
+        return u, z, self.g.fp32(beta), self.g.fp32(decay)
+
+    def convolved(self, u: ir.Value, past: ir.Value, prefix: str) -> ir.Value:
+        """The causal convolution and silu over u [W, C] behind `past` [3, C]."""
+        g = self.g
+        qkv, _ = self.low.ms(
+            "CausalConvWithState",
+            [
+                g.Unsqueeze(u, g.ints(0)),
+                g.weight(f"{prefix}.conv1d.weight"),
+                None,
+                g.Unsqueeze(past, g.ints(0)),
+            ],
+            2,
+            activation="silu",
+            channels_last=1,
+        )
+        return g.reshape(qkv, self.width, self.config.conv_channels)
+
+    def normed(self, mixed: ir.Value, z: ir.Value, prefix: str) -> ir.Value:
+        """What the delta rule gave through the gated norm and out_proj, [W, H]."""
+        g, config = self.g, self.config
+        wide = config.linear_value_heads * config.linear_value_dim
+        normed, *_ = self.low.ms(
             "GatedRMSNorm",
             [
-                g.reshape(mixed, width, wide),
+                g.reshape(mixed, self.width, wide),
                 g.derived(Derived((f"{prefix}.norm.weight",), g.dtype)),
                 z,
             ],

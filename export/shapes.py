@@ -78,11 +78,19 @@ def main() -> None:
     parser.add_argument("-o", dest="folder", type=Path, required=True)
     parser.add_argument("--width", type=int, default=5)
     parser.add_argument("--capacity", type=int, default=4096)
+    parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--kv", choices=KV_TYPES)
     parser.add_argument("--profile", choices=PROFILES, default="ort-fused")
     given = parser.parse_args()
-    options = Options(given.width, given.capacity, given.dtype, given.profile, kv=given.kv)
+    options = Options(
+        given.width,
+        given.capacity,
+        given.dtype,
+        given.profile,
+        kv=given.kv,
+        prefill=given.prefill,
+    )
     trunk, draft = configs(given.name)
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, model in build_graphs(trunk, draft, stored(trunk, draft), options).items():

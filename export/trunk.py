@@ -9,6 +9,7 @@ import onnx_ir as ir
 from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import GraphBuilder
+from eagle_chain.export.kv import Rows
 from eagle_chain.export.lowering import DeltaRows, Heads, Portable, Rotary
 
 
@@ -40,7 +41,7 @@ class TrunkGraph:
     @cached_property
     def was_kept(self) -> ir.Value:
         """Which rows of the last call are part of the sequence, bool [W]."""
-        return self.g.Less(self.g.int32(*range(self.width)), self.g.input("kept"))
+        return self.g.Less(self.g.int32(*range(self.options.width)), self.g.input("kept"))
 
     def record(self) -> None:
         """Record the whole call, from ids to accepted count."""
@@ -92,13 +93,24 @@ class TrunkGraph:
         value = g.reshape(g.linear(x, f"{prefix}.v_proj.weight"), width, heads.kv, heads.dim)
         query = low.rotate(self.norm(query, f"{prefix}.q_norm.weight"), rotary, heads.dim)
         key = low.rotate(self.norm(key, f"{prefix}.k_norm.weight"), rotary, heads.dim)
+        key, value = self.valid(key), self.valid(value)
         cache = (
             low.write_rows(f"layers.{i}.key", key, self.position, width, heads),
             low.write_rows(f"layers.{i}.value", value, self.position, width, heads),
         )
-        mixed = low.attention(query, cache, self.positions, width, heads, self.options.kv_rows)
+        mixed = self.attention(query, cache, heads)
         gate = g.reshape(gate, width, heads.query * heads.dim)
         return g.linear(g.Mul(mixed, g.Sigmoid(gate)), f"{prefix}.o_proj.weight")
+
+    def attention(self, query: ir.Value, cache: tuple[Rows, Rows], heads: Heads) -> ir.Value:
+        """Attention of every row over the KV buffers."""
+        return self.low.attention(
+            query, cache, self.positions, self.width, heads, self.options.kv_rows
+        )
+
+    def valid(self, x: ir.Value, axes: int = 2) -> ir.Value:
+        """Rows [W, ...] for a KV buffer: here all as they are, rejected ones are overwritten."""
+        return x
 
     def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
         """Gated DeltaNet over W rows, on the state with the last call's kept rows folded in."""
@@ -119,7 +131,13 @@ class TrunkGraph:
             after = g.reshape(g.Concat(*states, axis=0), width, *self.state_shape())
             g.output(f"layers.{i}.S_rows", after)
 
-        mixed = g.reshape(g.Concat(*outputs, axis=0), width, value_heads, value_dim)
+        return self.gated(g.Concat(*outputs, axis=0), x, prefix)
+
+    def gated(self, mixed: ir.Value, x: ir.Value, prefix: str) -> ir.Value:
+        """What the delta rule gave (fp32) through the gated norm and out_proj, [W, H]."""
+        g, low, config, width = self.g, self.low, self.config, self.width
+        value_heads, value_dim = config.linear_value_heads, config.linear_value_dim
+        mixed = g.reshape(mixed, width, value_heads, value_dim)
         gate = g.fp32(g.linear(x, f"{prefix}.in_proj_z.weight"))
         gate = low.silu(g.reshape(gate, width, value_heads, value_dim))
         scale = g.weight(f"{prefix}.norm.weight", "fp32")  # plain w here, not 1 + w
@@ -137,7 +155,7 @@ class TrunkGraph:
 
         The log of rejected rows may hold anything, NaN included, hence Where and not a product.
         """
-        g, width, (heads, dk, dv) = self.g, self.width, self.state_shape()
+        g, width, (heads, dk, dv) = self.g, self.options.width, self.state_shape()
 
         def kept_rows(log: ir.Value, otherwise: float) -> list[ir.Value]:
             mask = g.reshape(self.was_kept, width, 1, 1, 1)
@@ -147,21 +165,21 @@ class TrunkGraph:
             g.input(f"layers.{i}.{name}") for name in ("log_key", "log_delta", "log_decay")
         )
         log = (
-            kept_rows(g.reshape(self.per_value_head(key), width, heads, dk, 1), 0.0),
+            kept_rows(g.reshape(self.per_value_head(key, width), width, heads, dk, 1), 0.0),
             kept_rows(g.reshape(delta, width, heads, 1, dv), 0.0),
             kept_rows(g.reshape(decay, width, heads, 1, 1), 1.0),
         )
         S = g.reshape(g.input(f"layers.{i}.S"), 1, heads, dk, dv)
         return self.low.fold(S, log)
 
-    def per_value_head(self, x: ir.Value) -> ir.Value:
-        """[W, Hk, dk] -> [W, Hv, 1, dk]: value head h reads key head h // G."""
-        g, width, (heads, dk, _) = self.g, self.width, self.state_shape()
+    def per_value_head(self, x: ir.Value, rows: int = 0) -> ir.Value:
+        """[R, Hk, dk] -> [R, Hv, 1, dk]: value head h reads key head h // G."""
+        g, rows, (heads, dk, _) = self.g, rows or self.width, self.state_shape()
         key_heads = self.config.linear_key_heads
-        x = g.reshape(x, width, key_heads, 1, dk)
+        x = g.reshape(x, rows, key_heads, 1, dk)
         if heads > key_heads:
-            x = g.Expand(x, g.ints(width, key_heads, heads // key_heads, dk))
-        return g.reshape(x, width, heads, 1, dk)
+            x = g.Expand(x, g.ints(rows, key_heads, heads // key_heads, dk))
+        return g.reshape(x, rows, heads, 1, dk)
 
     def conv(self, x: ir.Value, i: int) -> ir.Value:
         """The causal convolution over q, k and v [W, C]; its window is a state, read at `kept`."""
@@ -171,14 +189,20 @@ class TrunkGraph:
         columns = g.Add(g.input("kept"), g.int32(*range(history)))
         past = g.Gather(g.input(f"layers.{i}.window"), columns, axis=1)  # [C, 3]
         window = g.Concat(g.Transpose(past, perm=[1, 0]), u, axis=0)  # [3 + W, C]
-        g.output(f"layers.{i}.window.next", g.Transpose(window, perm=[1, 0]))
+        g.output(f"layers.{i}.window.next", g.Transpose(self.window_columns(window), perm=[1, 0]))
         weight = f"layers.{i}.linear_attn.conv1d.weight"
         return self.low.conv(window, weight, width, config.conv_kernel)
 
-    def delta_rows(self, x: ir.Value, qkv: ir.Value, prefix: str) -> tuple[DeltaRows, ir.Value]:
-        """Split x [W, H] and the conv's output [W, C] into the rows of the delta rule, fp32.
+    def window_columns(self, window: ir.Value) -> ir.Value:
+        """What of the conv's inputs [3 + W, C] the next call may read; it reads from `kept` on."""
+        return window
 
-        Also returns the normalised keys [W, Hk, dk] for the log.
+    def delta_inputs(
+        self, x: ir.Value, qkv: ir.Value, prefix: str
+    ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value, ir.Value]:
+        """What the delta rule reads, fp32, of x [W, H] and the conv's output [W, C].
+
+        Query and key [W, Hk, dk], value [W, Hv * dv], logarithm of the decay and beta [W, Hv].
         """
         g, low, config, width = self.g, self.low, self.config, self.width
         key_heads, dk, dv = config.linear_key_heads, config.linear_key_dim, config.linear_value_dim
@@ -192,7 +216,17 @@ class TrunkGraph:
         beta = g.fp32(g.Sigmoid(g.linear(x, f"{prefix}.in_proj_b.weight")))
         a = g.fp32(g.linear(x, f"{prefix}.in_proj_a.weight"))
         rate = low.softplus(g.Add(a, g.weight(f"{prefix}.dt_bias", "fp32")))
-        decay = g.Exp(g.Neg(g.Mul(g.Exp(g.weight(f"{prefix}.A_log", "fp32")), rate)))
+        log_decay = g.Neg(g.Mul(g.Exp(g.weight(f"{prefix}.A_log", "fp32")), rate))
+        return query, key, value, log_decay, beta
+
+    def delta_rows(self, x: ir.Value, qkv: ir.Value, prefix: str) -> tuple[DeltaRows, ir.Value]:
+        """Split x [W, H] and the conv's output [W, C] into the rows of the delta rule, fp32.
+
+        Also returns the normalised keys [W, Hk, dk] for the log.
+        """
+        g, width, (heads, dk, dv) = self.g, self.width, self.state_shape()
+        query, key, value, log_decay, beta = self.delta_inputs(x, qkv, prefix)
+        decay = g.Exp(log_decay)
 
         def rows(t: ir.Value, *shape: int) -> list[ir.Value]:
             return g.split(g.reshape(t, width, *shape), 0, *[1] * width)

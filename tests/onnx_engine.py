@@ -56,6 +56,7 @@ class OnnxEngine:
             i.name: np.zeros(i.shape, NUMPY_TYPES[i.type]) for i in self.session.get_inputs()
         }
         self.outputs = [o.name for o in self.session.get_outputs()]
+        self.width = len(self.inputs["ids"]) if "ids" in self.inputs else 0
 
     def run(self, states: Arrays, **inputs: Any) -> tuple[Arrays, Arrays]:
         """One call from `states` (by input name, {} for zeros) -> all outputs, the next states."""

@@ -108,7 +108,7 @@ def nine(
 ) -> dict[str, dict[str, Any]]:
     """Build the graphs of the published 9B shapes, with this many layers."""
     trunk, draft = qwen_9b.configs(layers)
-    options = Options(5, 4096, dtype, profile)
+    options = Options(5, 4096, dtype, profile, prefill=256)
     specs = engine_specs(trunk, draft, options)
     jobs = []
     for name, model in build_graphs(trunk, draft, qwen_9b.weights(trunk, draft), options).items():
@@ -126,6 +126,7 @@ def nine(
 def test_four_layers_of_the_9b_build(tmp_path: Path, profile: str, dtype: str) -> None:
     built = nine(tmp_path, 4, profile, dtype, CAPABILITIES)
     assert built["trunk"]["bytes"] < 15e6 and built["draft_step"]["bytes"] < 15e6
+    assert built["prefill"]["bytes"] < 15e6 and built["draft_prefill"]["bytes"] < 15e6
 
 
 @rtx

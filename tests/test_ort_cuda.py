@@ -35,6 +35,7 @@ from eagle_chain.export.ort_cuda import OrtCudaTrunk
 from eagle_chain.runtime import ort_cuda
 from eagle_chain.runtime.cuda import CudaMemory
 from tests.standin import standins
+from tests.test_prefill import feed, in_steps
 from tests.toy_pair import write_pair
 
 WIDTH, CAPACITY = 5, 48
@@ -129,6 +130,7 @@ class Engine:
                 self.feeds[value.name] = (whole + (form.offset if form else 0)).astype(kind)
             else:
                 self.feeds[value.name] = np.zeros(shape, kind)
+        self.width = len(self.feeds["ids"]) if "ids" in self.feeds else 0
         self.outputs = {
             o.name: (DTYPES[o.type.tensor_type.elem_type], [d.dim_value for d in dims(o)])
             for o in bound.graph.output
@@ -343,6 +345,47 @@ def test_every_width_is_valid_onnx(pair: Pair, profile: str, width: int) -> None
     for name, model in graphs.items():
         onnx.checker.check_model(with_bound_weights(model))
         assert [o.name for o in model.graph.output] == [t.name for t in specs[name].all_outputs]
+
+
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+def test_the_cuda_profiles_lead_to_the_same_place(
+    pair: Pair,
+    library: Path,
+    masked: None,
+    profile: str,
+) -> None:
+    """On the CPU kernels of the same operators; the state layouts are each profile's own."""
+    options = Options(WIDTH, 96, "fp32", profile, ("logits",), prefill=32)
+    table = weight_table(pair)
+    graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options)
+    emulated = library if profile == "ort-fused" else None
+    made = {
+        name: Engine(graphs[name], pair, "fp32", emulated)
+        for name in ("trunk", "prefill", "draft", "encoder", "draft_prefill")
+    }
+    ids = np.random.default_rng(5).integers(0, 500, 50)
+    chunks = [("trunk", 3), ("prefill", 32), ("trunk", 4), ("prefill", 9), ("trunk", 1)]
+    want_features, want, want_states = feed(made, ids, [*in_steps(48), ("trunk", 1)])
+    features, got, states = feed(made, ids, chunks)
+    _, _, padded = feed(made, ids, chunks, pad=11)
+    assert distance(features, want_features) < TOLERANCE
+    assert distance(got["logits"][0], want["logits"][0]) < TOLERANCE
+    assert got["next_ids"][0] == want["next_ids"][0]
+    for name in states:
+        kept = slice(0, 49) if name.endswith((".key", ".value")) else slice(None)
+        if ".log_" in name or name.endswith(".window"):
+            continue
+        mine, theirs, other = (s[name][..., kept, :] for s in (states, want_states, padded))
+        assert distance(mine, theirs) < TOLERANCE, name
+        np.testing.assert_array_equal(mine, other)
+    g = made["encoder"].run({}, features=features[:WIDTH])[0]["g"]
+    inputs = {"ids": ids[1:6], "position": [7]}
+    _, want_states = made["draft"].run({}, g=g, row=[4], **inputs)
+    inputs["ids"] = [*ids[1:6], *[11] * (32 - WIDTH)]
+    given = np.concatenate([features[:WIDTH], np.full((32 - WIDTH, 192), np.nan)])
+    _, states = made["draft_prefill"].run({}, features=given, rows=[WIDTH], **inputs)
+    for name in ("draft.key", "draft.value"):
+        assert distance(states[name], want_states[name]) < TOLERANCE, name
 
 
 @pytest.mark.parametrize(("slots", "pieces"), [(48, 2), (1024, 32), (4101, 81), (32773, 209)])

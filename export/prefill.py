@@ -1,0 +1,148 @@
+"""The graphs that read a prompt: P rows of the trunk at once, and the draft's KV rows for them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.spec import Options
+from eagle_chain.export.builder import GraphBuilder
+from eagle_chain.export.chunked import ChunkRows, Sizes, delta_rule
+from eagle_chain.export.kv import Rows
+from eagle_chain.export.lowering import Heads, Portable
+from eagle_chain.export.trunk import TrunkGraph
+
+# Attention in primitives takes so many scores at a time (fp32: 128 MB), the rows in pieces.
+SCORES = 32 * 1024 * 1024
+
+
+class PrefillRows(TrunkGraph):
+    """What differs from a trunk call for any profile: `engines.spec.prefill_spec`.
+
+    Rows behind the valid ones enter no state: their keys and values are written as zeros, and the
+    delta rule sees zeros. Selected and not multiplied: they may hold anything, NaN included.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.width = self.options.prefill
+
+    @cached_property
+    def is_valid(self) -> ir.Value:
+        """Which rows are part of the prompt, bool [P]."""
+        return self.g.Less(self.g.int32(*range(self.width)), self.g.input("rows"))
+
+    def valid(self, x: ir.Value, axes: int = 2) -> ir.Value:
+        """`x` [P, ...] with `axes` further axes, zero in the rows that are not valid."""
+        return self.masked(x, axes, self.g.compute_scalar(0.0))
+
+    def masked(self, x: ir.Value, axes: int, otherwise: ir.Value) -> ir.Value:
+        """`x` [P, ...] with `axes` further axes, `otherwise` in the rows that are not valid."""
+        g = self.g
+        return g.Where(g.reshape(self.is_valid, self.width, *[1] * axes), x, otherwise)
+
+    def window_columns(self, window: ir.Value) -> ir.Value:
+        """The inputs of the last valid rows first, then zeros, [3 + W, C]."""
+        g, config = self.g, self.config
+        history = config.conv_kernel - 1
+        last = g.Gather(window, g.Add(g.input("rows"), g.int32(*range(history))), axis=0)
+        blank = np.zeros((self.options.width, config.conv_channels), g.numpy_dtype)
+        return g.Concat(last, g.constant(blank), axis=0)
+
+    def blank_log(self, i: int) -> None:
+        """The log of this call: zeros, of which the next call keeps none."""
+        for pair in self.g.spec.states:
+            if pair.input.startswith(f"layers.{i}.log_"):
+                kind = np.float32 if pair.dtype == "fp32" else self.g.numpy_dtype
+                self.g.output(pair.output, self.g.constant(np.zeros(pair.shape, kind)))
+
+    def attention(self, query: ir.Value, cache: tuple[Rows, Rows], heads: Heads) -> ir.Value:
+        """Attention over the whole KV buffers, in pieces of rows that bound its memory."""
+        g, slots = self.g, self.options.kv_rows
+        key, value = self.low.read_rows(cache, heads, slots)
+        cache = Rows(g.dtype, (key,)), Rows(g.dtype, (value,))
+        pieces = 1
+        while self.width // pieces * slots * heads.query > SCORES and self.width // pieces > 8:
+            pieces *= 2
+        rows = self.width // pieces
+        sizes = [rows] * pieces
+        mixed = [
+            self.low.attention(part, cache, places, rows, heads, slots)
+            for part, places in zip(
+                g.split(query, 0, *sizes), g.split(self.positions, 0, *sizes), strict=True
+            )
+        ]
+        return mixed[0] if pieces == 1 else g.Concat(*mixed, axis=0)
+
+    def verify(self, hidden: ir.Value) -> None:
+        """The choice after the last valid row, the only one that sees the head."""
+        g = self.g
+        head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
+        last = g.Gather(hidden, g.Sub(g.input("rows"), g.int32(1)), axis=0)
+        logits = g.fp32(g.linear(last, head))
+        g.output("pending", self.low.greedy(logits))
+        g.output("next_kept", g.int32(0))
+        g.output("next_position", g.Add(self.position, g.input("rows")))
+        if g.wants("logits"):
+            g.output("logits", logits)
+
+
+class Prefill(PrefillRows):
+    """In the operators of any profile of standard ONNX."""
+
+    def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
+        """Gated DeltaNet over P rows, on the state with the last call's kept rows folded in."""
+        g, config = self.g, self.config
+        prefix = f"layers.{i}.linear_attn"
+        S = self.committed_state(i)
+        query, key, value, log_decay, beta = self.delta_inputs(x, self.conv(x, i), prefix)
+        value = g.reshape(value, self.width, config.linear_value_heads, config.linear_value_dim)
+        rows = ChunkRows(
+            *(self.masked(t, 2, g.scalar(0.0)) for t in (query, key, value)),
+            *(self.masked(t, 1, g.scalar(0.0)) for t in (log_decay, beta)),
+        )
+        sizes = Sizes(
+            self.width,
+            config.linear_key_heads,
+            config.linear_value_heads,
+            config.linear_key_dim,
+            config.linear_value_dim,
+        )
+        mixed, S = delta_rule(g, S, rows, sizes)
+        g.output(f"layers.{i}.S.next", g.reshape(S, *self.state_shape()))
+        self.blank_log(i)
+        return self.gated(mixed, x, prefix)
+
+
+def record_draft_prefill(
+    g: GraphBuilder, low: Portable, config: DraftConfig, options: Options
+) -> None:
+    """The draft's keys and values for P rows: all that its later calls read of a prompt."""
+    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    layer, rows, position = "draft.midlayer", options.prefill, g.input("position")
+    is_valid = g.Less(g.int32(*range(rows)), g.input("rows"))
+    is_valid = g.reshape(is_valid, rows, 1, 1)
+
+    def norm(x: ir.Value, weight: str) -> ir.Value:
+        return low.rms_norm(x, f"{layer}.{weight}.weight", config.norm_eps, centred=False)
+
+    embedded = norm(low.embed(g.input("ids"), "embed_tokens.weight"), "input_layernorm")
+    encoded = g.linear(g.input("features"), "draft.fc.weight")
+    encoded = norm(low.shaped(encoded, rows, config.hidden_size), "hidden_norm")
+    joined = g.Concat(embedded, encoded, axis=-1)  # [P, 2H]
+    key, value = (
+        g.reshape(
+            g.linear(joined, f"{layer}.self_attn.{part}_proj.weight"), rows, heads.kv, heads.dim
+        )
+        for part in "kv"
+    )
+    places = g.Add(position, g.int32(*range(rows)))
+    table = low.rotary_rows(places, options.kv_rows, config.rope_theta, config.rotary_dim)
+    key = low.rotate(key, table, heads.dim)
+    for name, update in (("draft.key", key), ("draft.value", value)):
+        update = g.Where(is_valid, update, g.compute_scalar(0.0))
+        low.write_rows(name, update, position, rows, heads)
