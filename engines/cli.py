@@ -29,6 +29,8 @@ COMMANDS = {
     "export": ("eagle_chain.export.command", "make a bundle from a trunk and a draft checkpoint"),
     "build": ("eagle_chain.engines.build", "compile a bundle's graphs to TensorRT plans"),
     "generate": ("eagle_chain.runtime.generate", "continue a text with a bundle"),
+    "parity": ("eagle_chain.runtime.parity", "compare a bundle's engines with PyTorch"),
+    "record": ("eagle_chain.export.record", "keep what PyTorch gives for a bundle, for parity"),
     "verify": ("eagle_chain.runtime.verify", "check a bundle's tokens against plain decoding"),
     "bench": ("eagle_chain.runtime.bench", "time every part of a round"),
     "inspect": ("eagle_chain.engines.inspection", "tell what a bundle holds and needs"),

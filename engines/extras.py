@@ -11,6 +11,7 @@ EXTRAS = {  # library -> the extra that brings it; "" if every installation has 
     "matplotlib": "plot",
     "onnxruntime": "cpu",
     "torch": "parity",
+    "polygraphy": "parity",
 }
 _VENV = Path(__file__).resolve().parent.parent / ".venv"  # the scripts' own, in a clone
 _DEMO = ("", "export", "cpu")  # what every script puts there

@@ -81,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OUTPUTS",
         help=f"extra outputs for checks, with commas between: {', '.join(DEBUG_OUTPUTS)}",
     )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="only the first N layers of the trunk, the draft reading as many of them: to check "
+        "graphs and kernels, not to decode (all)",
+    )
     _add_overrides(parser)
 
 
@@ -114,9 +121,12 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Read the pair, say what will be made of it, write the bundle."""
     from eagle_chain.export.bundle import read_pair, write_bundle
+    from eagle_chain.export.few_layers import first_layers
 
     overrides = overrides_of(arguments)
     pair = read_pair(arguments.trunk, arguments.draft, overrides)
+    if arguments.layers is not None:
+        pair = first_layers(pair, arguments.layers)
     options = _options(arguments, pair.trunk_config.max_positions)
     for notice in pair.trunk.notices + pair.draft.notices:
         print(f"notice   {notice}", file=sys.stderr)
@@ -180,6 +190,7 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
         ("profile", Options.profile),
         ("weights", "link"),
         ("debug", ()),
+        ("layers", None),
     ):
         value = getattr(arguments, name)
         if value != default:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +52,18 @@ class EagerSession:
         }
 
 
-def load_weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, floats in the compute dtype but for those that stay fp32."""
+def load_weights(
+    checkpoint: Checkpoint, dtype: str, *, stored: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, floats in the compute dtype but for those that stay fp32.
+
+    Those in `stored` stay as they are and on disk: tables of which only rows are read.
+    """
     kind = TORCH_TYPES[dtype]
     weights = {}
     for name in checkpoint.tensors:
         tensor = checkpoint.torch(name)
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and name not in stored:
             tensor = tensor.to(torch.float32 if name.endswith(KEEP_FP32) else kind)
         weights[name] = tensor
     return weights
@@ -67,16 +72,17 @@ def load_weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
 def load_draft(
     config: DraftConfig, draft: Checkpoint, trunk: Checkpoint, dtype: str
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights of a draft, `lm_head.weight` always among them, and the embedding it reads."""
+    """The weights of a draft, `lm_head.weight` always among them, and the embedding it reads.
+
+    The embedding is as it is stored: only rows of it are read.
+    """
     weights = load_weights(draft, dtype)
-    kind = TORCH_TYPES[dtype]
 
     def used(name: str) -> Tensor:
-        if name.startswith("draft."):
-            return weights[name.removeprefix("draft.")]
-        return trunk.torch(name).to(kind)
+        own = name.removeprefix("draft.")
+        return draft.torch(own) if own != name else trunk.torch(name)
 
-    weights["lm_head.weight"] = used(config.head)
+    weights["lm_head.weight"] = used(config.head).to(TORCH_TYPES[dtype])
     return weights, used(config.embedding)
 
 

@@ -68,7 +68,7 @@ def trunk_step(
     `states` is not written to. Rows from `rows` on are padding: they are computed, but never
     accepted, and the next call can keep none of them.
     """
-    h = embed(weights["embed_tokens.weight"], ids)
+    h = embed(weights["embed_tokens.weight"], ids).to(weights["norm.weight"].dtype)
     positions = torch.arange(position, position + len(ids))
     after: States = {}
     S_rows: dict[str, Tensor] = {}

@@ -27,6 +27,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
         "export/eager.py",
         "export/kv_reference.py",
         "export/reference.py",
+        "export/teacher.py",
     },
     "onnx": {
         "engines/bound.py",
@@ -59,7 +60,8 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
     "tensorrt_rtx": {"engines/flavours.py"},
     "tokenizers": {"runtime/tokenizer.py"},
     "jinja2": {"runtime/chat.py"},
-    "rich": {"engines/progress.py", "runtime/demo.py"},
+    "rich": {"engines/progress.py", "runtime/parity.py"},
+    "polygraphy": {"engines/recording.py"},
     "numpy": None,  # any file of export and runtime
 }
 AT_IMPORT = {  # libraries that a module may load when it is imported

@@ -1,0 +1,212 @@
+"""The PyTorch reference taken through the rounds of a parity check, call by call.
+
+It computes in fp32 from the checkpoint. What an engine is fed is always what the reference has, so
+a fault in one engine does not reach the next; the states are the only thing that goes on from call
+to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.recording import Call
+from eagle_chain.engines.schedule import PROMPT, STEPS, Round
+from eagle_chain.export.checkpoint import Checkpoint
+from eagle_chain.export.eager import (
+    TORCH_TYPES,
+    EagerSession,
+    draft_session,
+    encoder_session,
+    load_draft,
+    load_weights,
+    trunk_session,
+    zero_states,
+)
+from eagle_chain.export.weight_files import StoredTensor
+
+Tensors = dict[str, Tensor]
+
+
+def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSession]:
+    """A PyTorch engine for each engine of a bundle, in fp32 from its weight files.
+
+    Raises:
+        InputError: The bundle has an engine that the reference has no counterpart of.
+    """
+    options = replace(
+        manifest.options,
+        dtype="fp32",
+        profile="portable",
+        debug=tuple(dict.fromkeys((*manifest.options.debug, "logits"))),
+    )
+    table = () if manifest.trunk.tied_head else ("embed_tokens.weight",)
+    stored = stored_tensors(folder, manifest, "")
+    trunk, config = load_weights(stored, "fp32", stored=table), manifest.draft
+    makers: dict[str, Callable[[], EagerSession]] = {
+        "trunk": lambda: trunk_session(trunk, manifest.trunk, manifest.aux_layers, options)
+    }
+    if config is not None:
+        own = stored_tensors(folder, manifest, "draft.")
+        draft, embedding = load_draft(config, own, stored, "fp32")
+        makers |= {
+            "encoder": lambda: encoder_session(draft, config, options),
+            "draft": lambda: draft_session(draft, embedding, config, options.width, options),
+            "draft_step": lambda: draft_session(draft, embedding, config, 1, options),
+        }
+    unknown = sorted(manifest.specs.keys() - makers.keys())
+    if unknown:
+        raise InputError(
+            f"{folder}: there is no PyTorch reference for {', '.join(unknown)}, so that parity "
+            "cannot check this bundle; export one without"
+        )
+    return {name: makers[name]() for name in manifest.specs}
+
+
+def stored_tensors(folder: Path, manifest: Manifest, prefix: str) -> Checkpoint:
+    """The tensors of one checkpoint, "" or "draft.", where the bundle's table says they lie."""
+    tensors = {
+        name.removeprefix(prefix): StoredTensor(
+            name, folder / weight.file, weight.offset, weight.dtype, weight.shape
+        )
+        for name, weight in manifest.weights.items()
+        if name.startswith("draft.") == (prefix == "draft.")
+    }
+    return Checkpoint(folder, tensors, {})
+
+
+class Teacher:
+    """Runs the rounds; its states are those of the reference.
+
+    Args:
+        sessions: As `reference_sessions` gives them.
+        manifest: Of the bundle that is to be compared.
+        seed: Of the prompt.
+    """
+
+    def __init__(
+        self, sessions: Mapping[str, EagerSession], manifest: Manifest, seed: int = 0
+    ) -> None:
+        self.sessions = sessions
+        self.manifest = manifest
+        self.width = manifest.options.width
+        self.vocabulary = manifest.trunk.vocab_size
+        self.states: Tensors = {}
+        for session in sessions.values():
+            self.states |= zero_states(session.spec)
+        self._random = np.random.default_rng(seed)
+        self._calls: list[Call] = []
+
+    def calls(self, rounds: tuple[Round, ...], *, whole: bool) -> Iterator[Call]:
+        """Every call of every engine in order; see `Call` for `whole`."""
+        prompt = [round.rows for round in rounds if round.accepted == PROMPT]
+        ids = self._random.integers(0, self.vocabulary, sum(prompt)).tolist()
+        position = kept = 0
+        pending = -1
+        for number, round in enumerate(rounds):
+            if round.at_end:
+                position = self.manifest.options.capacity - 1
+            counters = {"position": position, "rows": round.rows, "kept": kept}
+            if round.accepted == PROMPT:
+                row, ids = ids[: round.rows], ids[round.rows :]
+            else:
+                row = self._drafted(pending, round, counters)
+            fed = {"ids": _ints(*row, *[-1] * (self.width - len(row)))}
+            fed |= {name: _ints(value) for name, value in counters.items()}
+            out = self._run("trunk", fed, number, whole)
+            choices = out["next_ids"].tolist()
+            if -1 in choices[: round.rows]:
+                raise InputError(f"the reference's logits in round {number} are not finite")
+            pending = choices[round.kept - 1]
+            follows = torch.from_numpy(np.array(choices, np.int32))
+            if round.accepted == PROMPT:  # the prompt shifted by one, and what comes behind it
+                behind = ids[0] if ids else pending
+                follows = _ints(*row[1:], behind, *[-1] * (self.width - len(row)))
+            self._draft(follows, out, position, round.kept - 1, number, whole)
+            yield from self._calls
+            self._calls.clear()
+            kept, position = round.kept, position + round.kept
+
+    def _drafted(self, pending: int, round: Round, counters: Mapping[str, int]) -> list[int]:
+        """The pending token and drafts of which the trunk confirms exactly `round.accepted`.
+
+        The first wrong one is followed by what the trunk chooses behind it: only a prefix counts.
+        A row depends on the rows before it, so each pass settles at least one more.
+        """
+        drafts = [pending] * (round.rows - 1)
+        while True:
+            row = [pending, *drafts, *[-1] * (self.width - round.rows)]
+            fed = {"ids": _ints(*row), **{n: _ints(v) for n, v in counters.items()}}
+            session = self.sessions["trunk"]
+            out = session.run({**fed, **self._states_of(session)})
+            better = out["next_ids"].tolist()[: round.rows - 1]
+            if round.accepted < len(better):
+                better[round.accepted] = (better[round.accepted] + 1) % self.vocabulary
+            if better == drafts:
+                return [pending, *drafts]
+            drafts = better
+
+    def _draft(
+        self, ids: Tensor, trunk: Tensors, position: int, row: int, number: int, whole: bool
+    ) -> None:
+        """What an EAGLE-3 draft does after a trunk call: encode, extend, single steps."""
+        if "encoder" not in self.sessions:
+            return
+        g = self._run("encoder", {"features": trunk["features"]}, number, whole)["g"]
+        fed = {"ids": ids, "g": g, "position": _ints(position), "row": _ints(row)}
+        guess = self._run("draft", fed, number, whole)
+        for _ in range(STEPS):
+            fed = {
+                **{"ids": guess["token"], "g": guess["g_next"]},
+                **{"position": guess["next_position"], "row": _ints(0)},
+            }
+            guess = self._run("draft_step", fed, number, whole)
+
+    def _run(self, engine: str, fed: Tensors, number: int, whole: bool) -> Tensors:
+        """One call, noted; the states move on."""
+        session = self.sessions[engine]
+        spec = self.manifest.specs[engine]
+        taken = {t.name: TORCH_TYPES[t.dtype] for t in spec.all_inputs}
+        fed = {name: value.to(taken[name]).to(value.dtype) for name, value in fed.items()}
+        states = self._states_of(session)
+        out = session.run({**fed, **states})
+        inputs = {**fed, **states} if whole else fed
+        grown = int(fed["position"]) + len(fed["ids"]) if session.spec.states else 0
+        cut = {} if whole else {s.output: s.rows_axis for s in session.spec.states}
+        self._calls.append(
+            Call(
+                engine,
+                number,
+                {name: _array(value, taken.get(name)) for name, value in inputs.items()},
+                {name: _array(_head(value, cut.get(name), grown)) for name, value in out.items()},
+            )
+        )
+        self.states |= {pair.input: out[pair.output] for pair in session.spec.states}
+        return out
+
+    def _states_of(self, session: EagerSession) -> Tensors:
+        return {pair.input: self.states[pair.input] for pair in session.spec.states}
+
+
+def _head(value: Tensor, axis: int | None, rows: int) -> Tensor:
+    """The first `rows` of a state along the axis that grows; all of any other tensor."""
+    return value if axis is None else value.narrow(axis, 0, min(rows, value.shape[axis]))
+
+
+def _array(value: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """A copy for NumPy, which has no bf16: such values stay fp32."""
+    if dtype == torch.float16:
+        value = value.to(dtype)
+    return np.array(value.contiguous().numpy())
+
+
+def _ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

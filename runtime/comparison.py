@@ -1,0 +1,236 @@
+"""Engine outputs against recorded ones: how far off each tensor is, and which is the first too far.
+
+Order is that of the graph: the tensors of a layer, then the features taken behind it, then the next
+layer. What an engine is fed is the reference's, so a layer before a fault is never touched by it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.recording import Call
+from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.runtime.player import Arrays
+from eagle_chain.runtime.tolerances import (
+    CHOICES,
+    CHOSEN,
+    NEAR_TIE,
+    Tolerance,
+    kind_of,
+    tolerance,
+)
+
+Array = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int32]
+AFTER = 1 << 20  # in place of a layer's number for what comes behind the last one
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a tensor is from what it should be; see `Tolerance` for each."""
+
+    cosine: float = 0.0
+    norm: float = 0.0
+    error: float = 0.0
+
+    def within(self, limit: Tolerance) -> bool:
+        """Whether all three are within the limit."""
+        return self.cosine <= limit.cosine and self.norm <= limit.norm and self.error <= limit.error
+
+    def worst(self, other: Distance) -> Distance:
+        """The larger of each."""
+        return Distance(
+            max(self.cosine, other.cosine),
+            max(self.norm, other.norm),
+            max(self.error, other.error),
+        )
+
+
+NOWHERE = Distance(np.inf, np.inf, np.inf)
+
+
+@dataclass
+class Verdict:
+    """One tensor of one engine over all its calls."""
+
+    engine: str
+    tensor: str  # states without `.next`, features with the layer they are taken behind
+    dtype: str
+    kind: str
+    order: tuple[int, int]  # in the graph: layer, and place within it
+    limit: Tolerance | None  # None: whole numbers, which must be the reference's
+    worst: Distance = field(default_factory=Distance)
+    worst_round: int = 0
+    calls: int = 0
+    near_ties: int = 0  # choices that differ between logits which are all but equal
+    failed: list[int] = field(default_factory=list)  # rounds
+
+    @property
+    def layer(self) -> int | None:
+        """Of the trunk; None behind or beside its layers."""
+        return None if self.order[0] == AFTER else self.order[0]
+
+    def note(self, found: Distance, round: int) -> None:
+        """Take in one call."""
+        self.calls += 1
+        if found.error > self.worst.error:
+            self.worst_round = round
+        self.worst = self.worst.worst(found)
+        if self.limit is not None and not found.within(self.limit):
+            self.failed.append(round)
+
+
+def distance(got: Array, want: Array) -> Distance:
+    """Compare two tensors of one shape in float64; slices are along the first axis."""
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    if not np.isfinite(a).all():
+        return NOWHERE
+    while a.ndim > 2 and len(a) == 1:  # KV: [1, heads, rows, dim]
+        a, b = a[0], b[0]
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    ours, theirs = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    if ours == 0 or theirs == 0:
+        return Distance() if ours == theirs else NOWHERE
+    cosine = float(np.vdot(a, b)) / (ours * theirs)
+    slices = np.linalg.norm(b, axis=1)
+    typical = np.sqrt(np.mean(slices**2))
+    error = np.linalg.norm(a - b, axis=1) / np.maximum(slices, typical)
+    return Distance(max(0.0, 1 - cosine), abs(ours / theirs - 1), float(error.max()))
+
+
+class Comparison:
+    """The verdicts on a bundle, filled call by call.
+
+    Attributes:
+        verdicts: One for each tensor, in the order of the graphs once `ordered` is asked.
+        unknown: Tensors of the bundle that the recording does not have.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.verdicts: dict[tuple[str, str], Verdict] = {}
+        self.unknown: dict[str, None] = {}
+        self._axes = {
+            (engine, pair.output): pair.rows_axis
+            for engine, spec in manifest.specs.items()
+            for pair in spec.states
+            if pair.rows_axis is not None
+        }
+        self._engines: list[str] = []  # as they first ran
+
+    @property
+    def passed(self) -> bool:
+        """Whether no tensor failed in any call."""
+        return not any(verdict.failed for verdict in self.verdicts.values())
+
+    def ordered(self) -> list[Verdict]:
+        """All verdicts, engine by engine in the order of its graph."""
+        return sorted(
+            self.verdicts.values(), key=lambda v: (self._engines.index(v.engine), v.order)
+        )
+
+    def first_fault(self) -> Verdict | None:
+        """The first tensor that is too far off, in the order of the graphs."""
+        return next((verdict for verdict in self.ordered() if verdict.failed), None)
+
+    def add(self, call: Call, got: Arrays) -> None:
+        """Compare every output of one call."""
+        if call.engine not in self._engines:
+            self._engines.append(call.engine)
+        tie = False
+        for place, tensor in enumerate(self.manifest.specs[call.engine].all_outputs):
+            want = call.outputs.get(tensor.name)
+            if want is None:
+                self.unknown[f"{call.engine}: {tensor.name.removesuffix('.next')}"] = None
+            elif tensor.name in CHOICES:
+                tie |= self._choices(call, tensor, place, got[tensor.name], want)
+            elif tensor.dtype == "int32":
+                if not (tie and tensor.name in CHOSEN):
+                    self._numbers(call, tensor, place, got[tensor.name], want)
+            else:
+                self._floats(call, tensor, place, got[tensor.name], want)
+
+    def _floats(self, call: Call, tensor: TensorSpec, place: int, got: Array, want: Array) -> None:
+        axis = self._axes.get((call.engine, tensor.name))
+        if axis is not None:  # rows that no call has reached hold nothing
+            start = int(call.inputs["position"][0])
+            end = start + len(call.inputs["ids"])
+            verdict = self._verdict(call, tensor, place)
+            whole, new = (
+                distance(_rows(got, axis, first, end), _rows(want, axis, first, end))
+                for first in (0, start)
+            )
+            verdict.note(whole.worst(new), call.round)
+            return
+        for label, layer, ours, theirs in self._parts(tensor, got, want):
+            verdict = self._verdict(call, tensor, place, label, layer)
+            verdict.note(distance(ours, theirs), call.round)
+
+    def _parts(
+        self, tensor: TensorSpec, got: Array, want: Array
+    ) -> Iterator[tuple[str, int | None, Array, Array]]:
+        """The features layer by layer, any other tensor whole."""
+        layers = self.manifest.aux_layers
+        if tensor.name != "features" or not layers:
+            yield "", None, got, want
+            return
+        pieces = (np.split(values, len(layers), axis=-1) for values in (got, want))
+        for layer, ours, theirs in zip(layers, *pieces, strict=True):
+            yield f"features (layer {layer})", layer, ours, theirs
+
+    def _numbers(self, call: Call, tensor: TensorSpec, place: int, got: Array, want: Array) -> bool:
+        """Whole numbers: all the same, or failed."""
+        verdict = self._verdict(call, tensor, place)
+        verdict.calls += 1
+        same = bool(np.array_equal(got, want))
+        if not same:
+            verdict.failed.append(call.round)
+        return same
+
+    def _choices(self, call: Call, tensor: TensorSpec, place: int, got: Array, want: Array) -> bool:
+        """Chosen ids: the same, or another one whose logit is all but the same; whether one is."""
+        logits = call.outputs["logits"]
+        verdict = self._verdict(call, tensor, place)
+        verdict.calls += 1
+        limit = NEAR_TIE * tolerance(self.manifest.options.dtype, "logits").error
+        wrong = np.flatnonzero(got != want)
+        for row in wrong:
+            second, first = np.partition(logits[row], -2)[-2:]
+            gap = first - (logits[row, got[row]] if CHOICES[tensor.name] else second)
+            if got[row] < 0 or gap > limit * np.sqrt(np.mean(np.square(logits[row]))):
+                verdict.failed.append(call.round)
+                return True
+        verdict.near_ties += len(wrong)
+        return bool(len(wrong))
+
+    def _verdict(
+        self,
+        call: Call,
+        tensor: TensorSpec,
+        place: int,
+        label: str = "",
+        layer: int | None = None,
+    ) -> Verdict:
+        label = label or tensor.name.removesuffix(".next")
+        key = (call.engine, label)
+        if key not in self.verdicts:
+            kind = kind_of(tensor)
+            inside = re.match(r"layers\.(\d+)\.", tensor.name)
+            if inside:
+                order = (int(inside[1]), place)
+            else:
+                order = (AFTER if layer is None else layer, AFTER + place)
+            limit = None if kind is None else tolerance(self.manifest.options.dtype, kind)
+            self.verdicts[key] = Verdict(
+                call.engine, label, tensor.dtype, kind or "ids", order, limit
+            )
+        return self.verdicts[key]
+
+
+def _rows(values: Array, axis: int, start: int, end: int) -> Array:
+    return values[(slice(None),) * axis + (slice(start, end),)]

@@ -1,0 +1,74 @@
+"""How far a tensor may be from the reference, by dtype and kind; docs/parity.md says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle_chain.engines.spec import TensorSpec
+
+NEAR_TIE = 4  # a choice may trail by so many times the error of logits, over their typical size
+# Ids that are an argmax, and whether they index the logits of the engine.
+CHOICES = {"next_ids": True, "token": False}
+CHOSEN = ("accepted", "pending", "next_kept", "next_position")  # what follows from `next_ids`
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """All three must hold; a scale shows in the norms, a turn in the cosine, one row in the error.
+
+    `error` is the worst over the slices of a tensor (a row, a head): the norm of the difference
+    over that of the slice or of a typical slice, whichever is larger. The other two are of the
+    whole.
+    """
+
+    cosine: float  # 1 - cosine
+    norm: float  # |norm / norm - 1|
+    error: float
+
+
+# Of the last part of a tensor's name.
+KINDS = {
+    "S": "state",
+    "S_rows": "state",
+    "log_key": "log",
+    "log_delta": "log",
+    "log_decay": "log",
+    "window": "window",
+    "key": "kv",
+    "value": "kv",
+    "logits": "logits",
+}
+STREAM = "stream"  # every other float: features, hidden, g, g_next
+
+_STATE, _FP32 = Tolerance(2e-9, 5e-5, 6e-5), Tolerance(5e-9, 5e-5, 1e-4)
+_TOLERANCES = {
+    "fp32": {"state": _STATE, **dict.fromkeys(("log", "window", "kv", "logits", STREAM), _FP32)},
+    "fp16": {
+        "state": Tolerance(1e-5, 2e-3, 1e-2),
+        "log": Tolerance(1e-5, 4e-3, 1.5e-2),
+        "window": Tolerance(1e-5, 1e-3, 1.5e-2),
+        "kv": Tolerance(1e-5, 3e-3, 8e-3),
+        "logits": Tolerance(1e-5, 5e-3, 8e-3),
+        STREAM: Tolerance(1e-5, 4e-3, 1e-2),
+    },
+    "bf16": {
+        "state": Tolerance(7e-4, 1.5e-2, 8e-2),
+        "log": Tolerance(7e-4, 3e-2, 1e-1),
+        "window": Tolerance(7e-4, 6e-3, 1.2e-1),
+        "kv": Tolerance(7e-4, 2e-2, 6e-2),
+        "logits": Tolerance(7e-4, 4e-2, 7e-2),
+        STREAM: Tolerance(7e-4, 4e-2, 1e-1),
+    },
+}
+
+
+def kind_of(tensor: TensorSpec) -> str | None:
+    """The row of the table for a tensor; None for whole numbers."""
+    if tensor.dtype == "int32":
+        return None
+    return KINDS.get(tensor.name.removesuffix(".next").rpartition(".")[2], STREAM)
+
+
+def tolerance(dtype: str, kind: str) -> Tolerance:
+    """What a bundle that computes in `dtype` is allowed."""
+    return _TOLERANCES[dtype][kind]

@@ -1,0 +1,198 @@
+"""The command `parity`: what it compares, what it finds right, what it saves and loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle_chain.engines.cli import main
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.recording import read_calls, read_index
+from eagle_chain.engines.schedule import PROMPT, schedule
+from eagle_chain.export.few_layers import remapped
+from eagle_chain.runtime.comparison import Comparison, distance
+from eagle_chain.runtime.player import Player
+from tests.torch_engine import torch_engines
+from tests.toy_pair import write_pair
+
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+
+
+def command(*words: str | Path) -> None:
+    assert main([*map(str, words)]) == 0
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def bundle(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "toy"
+    command("export", *pair, "-o", folder, "--capacity", "64", "--debug", "logits,S_rows")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recording(bundle: Path) -> Path:
+    folder = bundle.parent / "recording"
+    command("parity", bundle, "--save", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A bundle of the shipped pair and its recording."""
+    folder = tmp_path_factory.mktemp("demo")
+    pair = DEMO / "trunk", DEMO / "draft"
+    command("export", *pair, "-o", folder / "bundle", "--capacity", "64", "--debug", "logits")
+    command("parity", folder / "bundle", "--save", folder / "recording")
+    return folder / "bundle", folder / "recording"
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 9])
+def test_rounds_go_through_every_accepted_count(width: int) -> None:
+    rounds = schedule(width, 4096)
+    counts = [r.accepted for r in rounds if r.rows == width and r.accepted != PROMPT]
+    assert set(counts) == set(range(width))
+    assert all(round.kept <= round.rows <= width for round in rounds)
+    assert {r.rows for r in rounds if r.accepted == PROMPT} == {width, (width + 1) // 2}
+    assert any(round.rows == 1 for round in rounds) and rounds[-1].at_end
+
+
+def test_a_capacity_that_holds_no_rounds_is_refused() -> None:
+    with pytest.raises(InputError, match=r"capacity is 20, .* take 38 tokens"):
+        schedule(5, 20)
+
+
+def test_the_bundle_is_right(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "parity", bundle)
+    assert found["passed"] and found["first_fault"] is None and not found["not_compared"]
+    specs = Manifest.load(bundle).specs
+    wanted = {
+        (name, t.name.removesuffix(".next")) for name, s in specs.items() for t in s.all_outputs
+    }
+    got = {(t["engine"], t["tensor"].partition(" (")[0]) for t in found["tensors"]}
+    assert got == wanted  # every output of every engine
+    assert [t["layer"] for t in found["tensors"] if t["tensor"].startswith("features")] == [1, 3, 4]
+    assert all(t["calls"] == 12 for t in found["tensors"] if t["engine"] == "trunk")
+    hidden = next(t for t in found["tensors"] if t["tensor"] == "hidden")
+    assert 0 < hidden["worst"]["error"] < hidden["limit"]["error"]  # two computations, not one
+
+
+def test_what_is_saved_is_all_that_loading_needs(
+    bundle: Path, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process without PyTorch, from the saved folder."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from eagle_chain.engines.cli import main\n"
+        f"sys.exit(main(['parity', {str(bundle)!r}, '--load', {str(recording)!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    there, here = json.loads(done.stdout), report(capsys, "parity", bundle)
+    assert there == here
+
+
+def test_recorded_rounds_accept_what_was_planned(bundle: Path, recording: Path) -> None:
+    index = read_index(recording)
+    trunk = [call for call in read_calls(recording, index) if call.engine == "trunk"]
+    assert len(trunk) == len(index.accepted) == 12
+    position = 0
+    for call, planned, following in zip(trunk, index.accepted, [*trunk[1:], None], strict=True):
+        kept = int(call.inputs["rows"][0])
+        if planned != PROMPT:
+            assert int(call.outputs["accepted"][0]) == planned
+            ids, chosen = call.inputs["ids"], call.outputs["next_ids"]
+            rows = int(call.inputs["rows"][0])
+            if planned + 2 < rows:  # right again behind the wrong one: counting would not do
+                assert ids[planned + 2] == chosen[planned + 1]
+            kept = planned + 1
+        if following is not None:
+            assert int(following.inputs["kept"][0]) == kept
+            if following is not trunk[-1]:
+                position += kept
+                assert int(following.inputs["position"][0]) == position
+    assert int(trunk[-1].inputs["position"][0]) == Manifest.load(bundle).options.capacity - 1
+
+
+def test_few_layers(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "parity", bundle, "--layers", "4", "--capacity", "50")
+    assert found["passed"] and found["layers"] == 4 and found["options"]["capacity"] == 50
+    assert [t["layer"] for t in found["tensors"] if t["tensor"].startswith("features")] == [0, 1, 2]
+    for profile in ("standard",):
+        again = report(capsys, "parity", bundle, "--layers", "5", "--profile", profile)
+        assert again["passed"] and again["options"]["profile"] == profile
+
+
+@pytest.mark.parametrize(
+    ("aux", "depth", "count", "wanted"),
+    [
+        ((1, 15, 28), 32, 4, (0, 1, 3)),
+        ((1, 15, 28), 32, 3, (0, 1, 2)),
+        ((1, 3, 4), 8, 4, (0, 1, 2)),
+        ((5, 6, 7), 8, 4, (1, 2, 3)),
+        ((7,), 8, 1, (0,)),
+        ((1, 15, 28), 32, 32, (1, 15, 28)),
+    ],
+)
+def test_aux_layers_of_a_slice(
+    aux: tuple[int, ...], depth: int, count: int, wanted: tuple[int, ...]
+) -> None:
+    assert remapped(aux, depth, count) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_limits_hold_what_rounding_does(demo: tuple[Path, Path], dtype: str) -> None:
+    """The reference itself, computing in `dtype`, is within the limits of that dtype."""
+    bundle, recording = demo
+    engines = torch_engines(bundle, dtype)
+    comparison = Comparison(engines.manifest)
+    player = Player(engines.sessions, engines.memory)
+    for call in read_calls(recording, read_index(recording)):
+        comparison.add(call, player.play(call))
+    failed = [(v.tensor, v.worst, v.failed) for v in comparison.ordered() if v.failed]
+    assert not failed
+
+
+def test_distances_by_hand() -> None:
+    want = np.array([[3.0, 4.0], [0.3, 0.4]])
+    assert distance(want, want).error == 0
+    scaled = distance(want * 1.01, want)
+    assert scaled.cosine == pytest.approx(0, abs=1e-15) and scaled.norm == pytest.approx(0.01)
+    assert scaled.error == pytest.approx(0.01)
+    typical = np.sqrt((25 + 0.25) / 2)  # a small row is measured against a typical one
+    assert distance(want + np.array([[0, 0], [0, 0.1]]), want).error == pytest.approx(0.1 / typical)
+    assert distance(np.full((2, 2), np.nan), want).error == np.inf
+    assert distance(np.zeros((2, 2)), want).norm == np.inf
+    assert distance(np.zeros((2, 2)), np.zeros((2, 2))).error == 0
+
+
+def test_polygraphy_reads_the_recording(demo: tuple[Path, Path], tmp_path: Path) -> None:
+    """The recipe of docs/parity.md, its commands as they stand there."""
+    bundle, recording = demo
+    whole = tmp_path / "whole"
+    subprocess.run(["cp", "-rL", bundle, whole], check=True)
+    polygraphy = Path(sys.executable).with_name("polygraphy")
+    for engine in ("trunk", "draft"):
+        words = [str(whole / f"{engine}.onnx"), "--onnxrt", "--atol", "1e-3", "--rtol", "1e-3"]
+        words += ["--load-inputs", str(recording / engine / "inputs")]
+        words += ["--load-outputs", str(recording / engine / "outputs")]
+        done = subprocess.run([polygraphy, "run", *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert "Passed: 12/12 iterations" in done.stdout
