@@ -135,8 +135,21 @@ class Comparison:
         )
 
     def first_fault(self) -> Verdict | None:
-        """The first tensor that is too far off, in the order of the graphs."""
-        return next((verdict for verdict in self.ordered() if verdict.failed), None)
+        """The first tensor that is too far off: first layer, first round, first in the graph.
+
+        Within a layer the round comes first, as what is wrong in one call enters the next.
+        """
+        failed = [verdict for verdict in self.ordered() if verdict.failed]
+        return min(
+            failed,
+            key=lambda v: (
+                self._engines.index(v.engine),
+                v.order[0],
+                min(v.failed),
+                v.order[1],
+            ),
+            default=None,
+        )
 
     def add(self, call: Call, got: Arrays) -> None:
         """Compare every output of one call."""
@@ -222,9 +235,10 @@ class Comparison:
             kind = kind_of(tensor)
             inside = re.match(r"layers\.(\d+)\.", tensor.name)
             if inside:
-                order = (int(inside[1]), place)
-            else:
-                order = (AFTER if layer is None else layer, AFTER + place)
+                layer = int(inside[1])
+            # states come before what is computed from them, ids are chosen last
+            rank = 0 if tensor.name.endswith(".next") else 1 if kind else 2
+            order = (AFTER if layer is None else layer, rank * AFTER + place)
             limit = None if kind is None else tolerance(self.manifest.options.dtype, kind)
             self.verdicts[key] = Verdict(
                 call.engine, label, tensor.dtype, kind or "ids", order, limit

@@ -250,12 +250,14 @@ def _sentence(comparison: Comparison) -> str:
         return f"parity: all {len(verdicts)} tensors are those of the PyTorch reference"
     failed = [verdict for verdict in verdicts if verdict.failed]
     where = fault.engine if fault.layer is None else f"{fault.engine}, layer {fault.layer}"
-    before = [v for v in verdicts[: verdicts.index(fault)] if v.engine == fault.engine]
+    before = [
+        v for v in verdicts[: verdicts.index(fault)] if v.engine == fault.engine and not v.failed
+    ]
     good = f"; the last one before it that is right: {before[-1].tensor}" if before else ""
-    others = ", ".join(f"{v.engine} {v.tensor}" for v in failed[1:SHOWN])
-    more = f"\n           then: {others}" if others else ""
-    if len(failed) > SHOWN:
-        more += f" and {len(failed) - SHOWN} more"
+    others = [f"{v.engine} {v.tensor}" for v in failed if v is not fault]
+    more = f"\n           also: {', '.join(others[:SHOWN])}" if others else ""
+    if len(others) > SHOWN:
+        more += f" and {len(others) - SHOWN} more"
     return (
         f"FAILED: {len(failed)} of {len(verdicts)} tensors are too far off, first in the order of "
         f"the graph {fault.tensor} ({where}) in round {fault.failed[0]}{good}{more}"
