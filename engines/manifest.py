@@ -210,11 +210,6 @@ def check_options(options: Options) -> None:
         raise InputError(f"kv is {options.kv!r}, expected one of {', '.join(KV_TYPES)}")
     if options.profile not in PROFILES:
         raise InputError(f"profile is {options.profile!r}, expected one of {', '.join(PROFILES)}")
-    if options.profile == "ort-fused" and options.kv_type != options.dtype:
-        raise InputError(
-            f"profile ort-fused keeps KV in the dtype, {options.dtype}, and kv is {options.kv}: "
-            "leave --kv out, or use another profile"
-        )
     check_prefill(options)
     unknown = sorted(set(options.debug) - set(DEBUG_OUTPUTS))
     if unknown or len(set(options.debug)) != len(options.debug):

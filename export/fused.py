@@ -13,9 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.kv import names
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import ONNX_DTYPE, GraphBuilder
 from eagle_chain.export.draft import ATTENTION, LAYER, normed_features, scaled, swiglu, trunk_id
+from eagle_chain.export.kv import kind_of
 from eagle_chain.export.lowering import Heads, Portable, Rotary, rotary_tables
 from eagle_chain.export.trunk import TrunkGraph
 
@@ -25,6 +27,8 @@ DOMAIN = "eagle_chain"
 STRETCHES = ((1024, 32), (4096, 64), (8192, 128), (math.inf, 256))
 PICK_BLOCKS = 64
 NORM_WIDTH = 8192  # the widest row that one block of the norm kernel holds
+KINDS = {"q8_0": 4, "q5_1": 5}  # `KvKind` of the kernels; floats are told by their dtype
+ATTEND = {("q8_0", "q8_0"): "AttendQ8", ("q8_0", "q5_1"): "AttendQ8Q5"}
 
 
 class Fused(Portable):
@@ -111,7 +115,7 @@ class Fused(Portable):
         Args:
             query: [Rq, ...], from column 0 the heads; if `gated` each is followed by its gate.
             kv: [R, ...], from column `kv_offset` the key heads, then the value heads.
-            states: Names of the KV inputs.
+            states: Names of the keys and of the values.
             places: Where row 0 of `kv` and of `query` stand.
             heads: Sizes.
             rotary: Whole tables, fp32 [slots, rotary_dim / 2].
@@ -122,30 +126,33 @@ class Fused(Portable):
             kv_offset: See `kv`.
         """
         g = self.g
-        rows, cache = _shape(query)[0], (1, heads.kv, slots, heads.dim)
-        pieces = stretches(slots)
+        rows, pieces = _shape(query)[0], stretches(slots)
         pairs = rows * heads.query
-        gates = [g.weight(name, "fp32") for name in norms] if norms else []
-        y, key, value, *_ = g.node(
+        gates = [g.weight(name, "fp32") for name in norms] if norms else [None, None]
+        kinds = kind_of(g.spec, states[0]), kind_of(g.spec, states[1])
+        planes = [n for k, s in zip(kinds, states, strict=True) for n in names(k, s)]
+        held = {pair.input: (pair.dtype, pair.shape) for pair in g.spec.states}
+        y, _, _, _, *results = g.node(
             DOMAIN,
-            "Attend",
-            [query, kv, *map(g.input, states), *places, rotary.cos, rotary.sin, *gates],
+            ATTEND.get(kinds, "Attend"),
+            [query, kv, *places, rotary.cos, rotary.sin, *gates, *map(g.input, planes)],
             [
                 (g.dtype, (rows, heads.query * heads.dim)),
-                (g.dtype, cache),
-                (g.dtype, cache),
                 ("fp32", (pairs, pieces)),
                 ("fp32", (pairs, pieces)),
                 ("fp32", (pairs, pieces, heads.dim)),
+                *(held[name] for name in planes),
             ],
             epsilon=eps,
             centred=int(gated),
             gated=int(gated),
             heads=heads.query,
             kv_offset=kv_offset,
+            key_kind=KINDS.get(kinds[0], 0),
+            value_kind=KINDS.get(kinds[1], 0),
         )
-        g.output(f"{states[0]}.next", key)
-        g.output(f"{states[1]}.next", value)
+        for name, result in zip(planes, results, strict=True):
+            g.output(f"{name}.next", result)
         return y
 
     def whole_rotary(self, table_rows: int, theta: float, rotary_dim: int) -> Rotary:

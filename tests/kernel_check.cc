@@ -1,5 +1,5 @@
 // The kernels for the big model's sizes against plain sums or their simpler siblings, on fibres, row by
-// row as well. Prints what is wrong.
+// row as well; attention over quantised rows against the same rows as values. Prints what is wrong.
 #include <cstdio>
 #include <random>
 
@@ -86,7 +86,8 @@ struct Attention {
     t.mixed = mixed.data();
     t.y = y.data();
     const dim3 grid(unsigned(n.stretches), unsigned(n.kv_heads));
-    launch(tensor ? attend_tensor<T, 24> : attend<T, 24>, grid, ATTEND_THREADS, nullptr, false, t, n);
+    launch(tensor ? attend_tensor<T, 24, true> : attend<T, 24, true>, grid, ATTEND_THREADS, nullptr, false, t, n,
+           KvStorage());
     launch(merge_stretches<T>, dim3(unsigned(n.heads), unsigned(n.rows)), MAX_HEAD, nullptr, false, t, n);
     return y;
   }
@@ -207,10 +208,90 @@ struct Delta {
   }
 };
 
+// A cache in q8_0 or q5_1 with random bits, and the values that they stand for.
+struct Quantised {
+  std::vector<uint8_t> bytes;  // codes or nibbles
+  std::vector<uint8_t> high;
+  std::vector<fp16> scale, least;
+  std::vector<T> values;
+  KvPlanes planes = {};
+
+  Quantised(KvKind kind, size_t rows, int dim) {
+    const bool wide = kind == KV_Q8_0;
+    std::uniform_int_distribution<int> byte(0, 255);
+    for (size_t i = 0; i < rows * dim / (wide ? 1 : 2); ++i) bytes.push_back(uint8_t(byte(generator)));
+    for (size_t i = 0; i < rows * dim / 8; ++i) high.push_back(uint8_t(byte(generator)));
+    for (size_t i = 0; i < rows * dim / 32; ++i) {
+      scale.push_back(to_fp16(fabsf(normal()) * (wide ? 0.01f : 0.05f)));
+      least.push_back(to_fp16(-fabsf(normal())));
+    }
+    for (size_t i = 0; i < rows * dim; ++i) {
+      const size_t block = i / 32, j = i % 32;
+      float code = float(int8_t(bytes[wide ? i : 0]));
+      if (!wide) {
+        const int nibble = bytes[block * 16 + j % 16] / (j < 16 ? 1 : 16) % 16;
+        code = float(nibble + high[i / 8] / (1 << i % 8) % 2 * 16);
+      }
+      values.push_back(to_bf16(code * to_float(scale[block]) + (wide ? 0.0f : to_float(least[block]))));
+    }
+    planes.kind = kind;
+    planes.more[0] = wide ? static_cast<void*>(scale.data()) : high.data();
+    planes.more[1] = scale.data();
+    planes.more[2] = least.data();
+  }
+};
+
+// Queries that do not reach the new rows, so that both see the same keys and values.
+std::vector<T> behind(const Attention& a, int asked, Quantised& key, Quantised& value, bool own, bool tensor) {
+  const AttendSizes& n = a.n;
+  const size_t pairs = size_t(n.rows) * n.heads * n.stretches;
+  std::vector<float> best(pairs), total(pairs), mixed(pairs * n.dim);
+  std::vector<T> y(size_t(n.rows) * n.heads * n.dim), keys = key.values, values = value.values;
+  const int32_t place = n.slots - n.rows, query_place = asked;
+  AttendTensors t = {};
+  t.query = t.kv = a.proj.data();
+  t.key = own ? static_cast<void*>(keys.data()) : key.bytes.data();
+  t.value = own ? static_cast<void*>(values.data()) : value.bytes.data();
+  t.position = &place;
+  t.query_position = &query_place;
+  t.cos = a.cos.data();
+  t.sin = a.sin.data();
+  t.query_norm = a.query_norm.data();
+  t.key_norm = a.key_norm.data();
+  t.best = best.data();
+  t.total = total.data();
+  t.mixed = mixed.data();
+  t.y = y.data();
+  const dim3 grid(unsigned(n.stretches), unsigned(n.kv_heads));
+  auto kernel = tensor ? (own ? attend_tensor<T, 24, true> : attend_tensor<T, 24, false>)
+                       : (own ? attend<T, 24, true> : attend<T, 24, false>);
+  launch(kernel, grid, ATTEND_THREADS, nullptr, false, t, n, KvStorage{key.planes, value.planes});
+  launch(merge_stretches<T>, dim3(unsigned(n.heads), unsigned(n.rows)), MAX_HEAD, nullptr, false, t, n);
+  return y;
+}
+
+void check_quantised(const Attention& attention) {
+  const size_t rows = size_t(attention.n.kv_heads) * attention.n.slots;
+  Quantised key(KV_Q8_0, rows, attention.n.dim);
+  for (KvKind kind : {KV_Q8_0, KV_Q5_1}) {
+    Quantised value(kind, rows, attention.n.dim);
+    for (int asked : {29, 4094}) {
+      for (bool tensor : {false, true}) {
+        if (!tensor && asked > 1000) continue;  // slow
+        const std::vector<T> want = behind(attention, asked, key, value, true, tensor);
+        const std::vector<T> got = behind(attention, asked, key, value, false, tensor);
+        const bool equal = memcmp(got.data(), want.data(), want.size() * sizeof(T)) == 0;
+        expect(equal, "quantised rows give other bits than their values", asked, kind * 2 + tensor);
+      }
+    }
+  }
+}
+
 int main() {
   for (int rows : {5, 9}) check_long_product(rows);
   Delta().check();
   Attention attention;
   for (int position : {29, 1085, 4094, 8190}) attention.check(position);
+  check_quantised(attention);
   return failures != 0;
 }

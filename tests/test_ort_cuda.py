@@ -23,6 +23,7 @@ import pytest
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.kernel_library import SOURCES, build_emulated
+from eagle_chain.engines.kv import is_quantised, key_and_value, names
 from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.spec import Options, TensorSpec
@@ -34,6 +35,7 @@ from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.ort_cuda import OrtCudaTrunk
 from eagle_chain.runtime import ort_cuda
 from eagle_chain.runtime.cuda import CudaMemory
+from tests.ggml import by_gguf, ggml_bytes
 from tests.standin import standins
 from tests.test_prefill import feed, in_steps
 from tests.toy_pair import write_pair
@@ -50,7 +52,7 @@ ELEMENT = {
 }
 NUMBER = {"fp32": 1, "fp16": 10, "bf16": 16, "int32": 6, "int8": 3}  # as ONNX counts them
 DTYPES = {1: "fp32", 10: "fp16", 16: "bf16", 6: "int32", 7: "int32", 3: "int8"}
-STORED = [("ort-cuda", kv) for kv in ("q8_0/q5_1", "q8_0", "fp16")]
+STORED = [(p, kv) for p in ("ort-cuda", "ort-fused") for kv in ("q8_0/q5_1", "q8_0", "fp16")]
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -199,6 +201,8 @@ def trunk(request: pytest.FixtureRequest, pair: Pair, library: Path, masked: Non
         ("ort-fused", "bf16", None),
         ("ort-cuda", "fp32", None),
         ("ort-cuda", "fp32", "q8_0/q5_1"),
+        ("ort-fused", "bf16", "q8_0/q5_1"),
+        ("ort-fused", "fp32", "q8_0"),
     ],
 )
 def exact(request: pytest.FixtureRequest, pair: Pair, library: Path, masked: None) -> Engine:
@@ -253,10 +257,42 @@ def test_trunk_agrees_with_the_portable_graph_on_stored_rows(
         assert len(planes) == {"q8_0/q5_1": 6, "q8_0": 4, "fp16": 2}[kv]
         for name in planes:
             if want[name].dtype == np.int8:
-                assert (got[name] != want[name]).mean() < 1e-3, name
+                assert (got[name] != want[name]).mean() < 1e-2, name
             else:
-                assert distance(got[name], want[name]) < 2e-3, name
+                assert distance(got[name], want[name]) < 1e-2, name
         np.testing.assert_array_equal(got["next_ids"], want["next_ids"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "dtype", "kv"),
+    [
+        ("ort-cuda", "fp32", "q8_0/q5_1"),
+        ("ort-fused", "fp32", "q8_0/q5_1"),
+        ("ort-fused", "fp16", "q8_0"),
+        ("ort-fused", "bf16", "q8_0/q5_1"),
+        ("ort-fused", "bf16", "fp16"),
+        ("ort-fused", "fp16", "fp32"),
+    ],
+)
+def test_stored_rows_are_the_plain_rows_stored(
+    pair: Pair, library: Path, masked: None, profile: str, dtype: str, kv: str
+) -> None:
+    """Bit for bit: nothing before the first attention depends on the KV type."""
+    runs = (forced(engine(pair, profile, library, dtype, kv=k)) for k in (None, kv))
+    compared = 0
+    for want, got in zip(*runs, strict=True):
+        for side, kind in zip(("key", "value"), key_and_value(kv), strict=True):
+            cache = f"layers.3.{side}"
+            rows = want[f"{cache}.next"][0].astype(np.float32)
+            live = np.s_[:, : int(got["next_position"][0])]
+            compared += rows[live].size
+            if is_quantised(kind):
+                planes = {n.removeprefix(cache): got[f"{n}.next"][0] for n in names(kind, cache)}
+                stored, rows = ggml_bytes(kind, planes), by_gguf(kind, rows)
+            else:
+                stored, rows = got[f"{cache}.next"][0], rows.astype(ELEMENT[kind])
+            np.testing.assert_array_equal(stored[live], rows[live])
+    assert compared
 
 
 @pytest.mark.parametrize("kept", [0, 1, 4, 5])
@@ -300,13 +336,18 @@ def test_the_tensor_core_products_round_like_16_bits(pair: Pair, library: Path, 
 
 
 @pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+@pytest.mark.parametrize("kv", [None, "q8_0/q5_1"])
 def test_encoder_and_draft_agree_with_the_portable_graph(
-    pair: Pair, library: Path, profile: str
+    pair: Pair, library: Path, profile: str, kv: str | None
 ) -> None:
+    tolerance = 1e-2 if kv else TOLERANCE  # a value may fall to either side of a code's edge
     random = np.random.default_rng(1)
     features = random.normal(size=(WIDTH, pair.draft_config.feature_size))
     pairs = {
-        name: (engine(pair, "portable", name=name), engine(pair, profile, library, name=name))
+        name: (
+            engine(pair, "portable", name=name, kv=kv),
+            engine(pair, profile, library, name=name, kv=kv),
+        )
         for name in ("encoder", "draft", "draft_step")
     }
     want, got = (e.run({}, features=features)[0]["g"] for e in pairs["encoder"])
@@ -316,8 +357,9 @@ def test_encoder_and_draft_agree_with_the_portable_graph(
     (first, kv), (ours, our_kv) = (e.run({}, **inputs) for e in pairs["draft"])
     for _ in range(3):
         assert ours["token"] == first["token"] and ours["next_position"] == first["next_position"]
-        for name in ("g_next", "logits", "draft.key.next", "draft.value.next"):
-            assert distance(ours[name], first[name]) < TOLERANCE, name
+        planes = [n for n in first if n.startswith("draft.") and first[n].dtype != np.int8]
+        for name in ("g_next", "logits", *planes):
+            assert distance(ours[name], first[name]) < tolerance, name
         at = {"position": first["next_position"], "row": [0]}
         inputs = {"ids": first["token"], "g": first["g_next"], **at}
         step, our_step = pairs["draft_step"]

@@ -3,7 +3,7 @@
 // Every row is computed by the same operations in the same order wherever it stands in the call and
 // whatever the other rows hold, so a verified row has the bits of a plainly decoded one.
 #pragma once
-#include "device.h"
+#include "kv_rows.h"
 
 constexpr int MAX_ROWS = 9;
 constexpr int MAX_SEGMENTS = 4;
@@ -17,29 +17,6 @@ DEVICE float max_of_warp(float x) {
   UNROLL
   for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
   return x;
-}
-// Eight neighbouring values, from an address that is a multiple of 16 bytes.
-template <class T>
-DEVICE void load_eight(const T* from, float (&to)[8]) {
-  union {
-    uint4 words[sizeof(T) / 2];
-    T values[8];
-  } held;
-  UNROLL
-  for (size_t i = 0; i < sizeof(T) / 2; ++i) held.words[i] = reinterpret_cast<const uint4*>(from)[i];
-  UNROLL
-  for (int i = 0; i < 8; ++i) to[i] = to_float(held.values[i]);
-}
-template <class T>
-DEVICE void store_eight(T* to, const float (&from)[8]) {
-  union {
-    uint4 words[sizeof(T) / 2];
-    T values[8];
-  } held;
-  UNROLL
-  for (int i = 0; i < 8; ++i) put(held.values[i], from[i]);
-  UNROLL
-  for (size_t i = 0; i < sizeof(T) / 2; ++i) reinterpret_cast<uint4*>(to)[i] = held.words[i];
 }
 DEVICE uint32_t word_of(const uint4& x, int i) {  // i: known at compile time
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
@@ -925,7 +902,7 @@ struct AttendSizes {
 };
 struct AttendTensors {
   const void *query, *kv;
-  void *key, *value;  // caches [kv_heads, slots, dim]
+  void *key, *value;  // caches [kv_heads, slots, dim], or the first plane of each: see KvStorage
   const int32_t *position, *query_position;
   const float *cos, *sin;  // [slots, rotary / 2]
   const float *query_norm, *key_norm;  // null: none
@@ -961,9 +938,10 @@ DEVICE void turned_head(const T* from, const float* norm, const AttendTensors& t
   for (int d = lane; d < n.dim; d += 32) to[d] *= scale;
 }
 
-template <class T, int QUERIES>  // QUERIES: most (row, head) pairs of one kv head, 8 or more
+// QUERIES: most (row, head) pairs of one kv head, 8 or more. OWN: KV rows are of T.
+template <class T, int QUERIES, bool OWN>
 KERNEL(ATTEND_THREADS, 1)
-attend(AttendTensors t, AttendSizes n) {
+attend(AttendTensors t, AttendSizes n, KvStorage more) {
   SHARED_WIDE float query[QUERIES][MAX_HEAD];
   SHARED_WIDE float scores[TILE][QUERIES + 4];  // padded against bank conflicts
   SHARED float best[QUERIES], total[QUERIES], fade[QUERIES];
@@ -976,8 +954,8 @@ attend(AttendTensors t, AttendSizes n) {
   const int start = stretch_start(int(blockIdx.x)), after = stretch_start(int(blockIdx.x) + 1);
   const int stop = after < n.slots ? after : n.slots;
   const int position = t.position[0], asked = t.query_position[0];
-  T* key = static_cast<T*>(t.key) + int64_t(kv_head) * n.slots * n.dim;
-  T* value = static_cast<T*>(t.value) + int64_t(kv_head) * n.slots * n.dim;
+  const Rows<T, OWN> key(t.key, more.key, int64_t(kv_head) * n.slots, n.dim);
+  const Rows<T, OWN> value(t.value, more.value, int64_t(kv_head) * n.slots, n.dim);
 
   // The new rows that stand in this stretch, turned in what will hold the queries.
   for (int r = warp; r < n.rows; r += WARPS) {
@@ -985,10 +963,13 @@ attend(AttendTensors t, AttendSizes n) {
     if (slot < start || slot >= stop) continue;
     const T* from = static_cast<const T*>(t.kv) + int64_t(r) * n.kv_stride + kv_head * n.dim;
     turned_head(from + n.key_offset, t.key_norm, t, n, slot, query[warp], 1.0f);
-    for (int d = lane; d < n.dim; d += 32) {
-      put(key[int64_t(slot) * n.dim + d], query[warp][d]);
-      value[int64_t(slot) * n.dim + d] = from[n.value_offset + d];
-    }
+    sync_warp();
+    const int d = lane * 8;
+    float x[8] = {};
+    if (d < n.dim) load_eight(&query[warp][d], x);
+    key.store(slot, d, x);
+    value.store(slot, d, from + n.value_offset + d);
+    sync_warp();
   }
   if (start > asked + n.query_rows - 1) return;  // the whole block: nobody asks for this stretch
   sync_block();
@@ -1017,7 +998,7 @@ attend(AttendTensors t, AttendSizes n) {
       const int d = c * 64 + share * 8;
       UNROLL
       for (int e = 0; e < 8; ++e) keys[c][e] = 0.0f;
-      if (slot < last && d < n.dim) load_eight(key + int64_t(slot) * n.dim + d, keys[c]);
+      if (slot < last && d < n.dim) key.load(slot, d, keys[c]);
     }
     for (int i = 0; i < queries; ++i) {
       float score = 0.0f;
@@ -1057,7 +1038,7 @@ attend(AttendTensors t, AttendSizes n) {
       }
       const int many = last - tile < TILE ? last - tile : TILE;
       for (int s = 0; s < many; ++s) {
-        const float v = to_float(value[int64_t(tile + s) * n.dim + thread]);
+        const float v = value.at(tile + s, thread);
         UNROLL
         for (int i = 0; i < QUERIES; i += 4) {
           const float4 weight = *reinterpret_cast<const float4*>(&scores[s][i]);
@@ -1088,9 +1069,9 @@ attend(AttendTensors t, AttendSizes n) {
 // times the queries, as in `linear`; the results are V turned over (dims x slots) times the weights of
 // the slots: two slots of V are zipped in registers, so V needs no shared memory. Both are under way
 // from device memory while the other is used.
-template <class T, int QUERIES>
+template <class T, int QUERIES, bool OWN>
 KERNEL(ATTEND_THREADS, QUERIES > 24 ? 1 : 2)
-attend_tensor(AttendTensors t, AttendSizes n) {
+attend_tensor(AttendTensors t, AttendSizes n, KvStorage more) {
   constexpr int WARPS = ATTEND_THREADS / 32, COLUMNS = QUERIES / 8, WIDE = MAX_HEAD + 32;
   constexpr int SHARES = 4, HALF = TILE / 2, ITEMS = (QUERIES + MAX_ROWS + WARPS - 1) / WARPS;
   static_assert(WARPS == 8 && TILE == 32 && MAX_HEAD == 64 * SHARES, "see the division of the work");
@@ -1111,8 +1092,8 @@ attend_tensor(AttendTensors t, AttendSizes n) {
   const int start = stretch_start(stretch), after = stretch_start(stretch + 1);
   const int stop = after < n.slots ? after : n.slots;
   const int turn = n.rotary / 2;
-  T* key = static_cast<T*>(t.key) + int64_t(kv_head) * n.slots * n.dim;
-  T* value = static_cast<T*>(t.value) + int64_t(kv_head) * n.slots * n.dim;
+  const Rows<T, OWN> key(t.key, more.key, int64_t(kv_head) * n.slots, n.dim);
+  const Rows<T, OWN> value(t.value, more.value, int64_t(kv_head) * n.slots, n.dim);
   let_next_start();
   wait_for_inputs();
   const int position = t.position[0], asked = t.query_position[0];
@@ -1129,9 +1110,7 @@ attend_tensor(AttendTensors t, AttendSizes n) {
       UNROLL
       for (int h = 0; h < 2; ++h) {
         const int slot = tile + half * HALF + h * 8 + pair;
-        keys[u][h] = slot < last && d < n.dim
-                         ? *reinterpret_cast<const uint4*>(key + int64_t(slot) * n.dim + d)
-                         : zero;
+        keys[u][h] = slot < last && d < n.dim ? key.fetch(slot, d) : zero;
       }
     }
   };
@@ -1140,9 +1119,7 @@ attend_tensor(AttendTensors t, AttendSizes n) {
     UNROLL
     for (int i = 0; i < 4; ++i) {
       const int slot = tile + half * HALF + i / 2 * 8 + quad * 2 + i % 2;
-      values[i] = slot < last && d < n.dim
-                      ? *reinterpret_cast<const uint4*>(value + int64_t(slot) * n.dim + d)
-                      : zero;
+      values[i] = slot < last && d < n.dim ? value.fetch(slot, d) : zero;
     }
   };
   if (!fresh) {
@@ -1204,15 +1181,12 @@ attend_tensor(AttendTensors t, AttendSizes n) {
       x[e] = d < turn ? x[e] * cos - turned[d + turn] * sin : x[e] * cos + turned[d - turn] * sin;
     }
     sync_warp();
-    if (d0 < n.dim) {
-      if (asks) {
-        store_eight(&query[i][d0], x);
-      } else {
-        const T* from = static_cast<const T*>(t.kv) + int64_t(row) * n.kv_stride + n.value_offset;
-        store_eight(key + int64_t(slot) * n.dim + d0, x);
-        *reinterpret_cast<uint4*>(value + int64_t(slot) * n.dim + d0) =
-            *reinterpret_cast<const uint4*>(from + kv_head * n.dim + d0);
-      }
+    if (asks) {
+      if (d0 < n.dim) store_eight(&query[i][d0], x);
+    } else {
+      const T* from = static_cast<const T*>(t.kv) + int64_t(row) * n.kv_stride + n.value_offset;
+      key.store(slot, d0, x);
+      value.store(slot, d0, from + kv_head * n.dim + d0);
     }
   }
   if (start >= reach) return;
@@ -1235,7 +1209,7 @@ attend_tensor(AttendTensors t, AttendSizes n) {
     UNROLL
     for (int u = 0; u < 2; ++u) {
       const int d = (share + u * SHARES) * 32 + quad * 8;
-      const uint4 low = keys[u][0], high = keys[u][1];
+      const uint4 low = key.values(keys[u][0]), high = key.values(keys[u][1]);
       const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
       const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
       UNROLL
@@ -1288,6 +1262,8 @@ attend_tensor(AttendTensors t, AttendSizes n) {
         for (int e = 0; e < 4; ++e) mixed[m][c][e] *= e % 2 ? odd : even;
       }
     }
+    UNROLL
+    for (int i = 0; i < 4; ++i) values[i] = value.values(values[i]);
     UNROLL
     for (int m = 0; m < 4; ++m) {
       const uint32_t v0 = word_of(values[0], m), v1 = word_of(values[1], m);

@@ -114,7 +114,7 @@ class Call {
 
 struct Attributes {
   float eps = 1e-6f;
-  int64_t centred = 0, heads = 0, gated = 0, kv_offset = 0;
+  int64_t centred = 0, heads = 0, gated = 0, kv_offset = 0, key_kind = KV_OWN, value_kind = KV_OWN;
 };
 
 template <class Work>
@@ -267,18 +267,72 @@ void run_delta(const Call& call, const Attributes& a) {
   });
 }
 
-// Attend(query, kv, key, value, position, query_position, cos, sin[, q_norm, k_norm])
-//   -> y, next key, next value, and three scratch tensors
+int64_t item_bytes(int type) { return type == ort::FLOAT ? 4 : type == ort::INT8 ? 1 : 2; }
+
+// The planes of keys or of values: inputs from `first` on, written to outputs from `result` on.
+struct Stored {
+  void* plane;
+  KvPlanes planes = {};
+  int count, heads, slots, dim;
+};
+Stored stored(const Call& call, size_t first, size_t result, int64_t kind, int activations) {
+  const Tensor lead = call.input(first);
+  Stored s;
+  s.count = kind == KV_Q8_0 ? 2 : kind == KV_Q5_1 ? 4 : 1;
+  s.planes.kind = int(kind);
+  if (s.count == 1) {
+    s.planes.kind = lead.type == activations    ? KV_OWN
+                    : lead.type == ort::FLOAT   ? KV_FP32
+                    : lead.type == ort::FLOAT16 ? KV_FP16
+                                                : KV_BF16;
+  }
+  s.heads = int(lead[1]);
+  s.slots = int(lead[2]);
+  s.dim = int(lead[3]) * (kind == KV_Q5_1 ? 2 : 1);
+  require(s.count == 1 || s.dim % KV_BLOCK == 0, "head dims of quantised rows not of 32");
+  for (int i = 0; i < s.count; ++i) {
+    const Tensor from = call.input(first + i);
+    void*& to = i == 0 ? s.plane : s.planes.more[i - 1];
+    to = call.output(result + i, from.shape);
+    const size_t bytes = size_t(from.rows() * from[-1] * item_bytes(from.type));
+    if (to != from.data) done(copy_bytes(to, from.data, bytes, call.stream()));  // not in place
+  }
+  return s;
+}
+
+template <class T, bool OWN>
+const char* launch_attend(const Stream stream, const AttendTensors& t, const AttendSizes& n,
+                          const KvStorage& more) {
+  const int queries = n.query_rows * (n.heads / n.kv_heads);
+  const dim3 grid(unsigned(n.stretches), unsigned(n.kv_heads));
+  auto start = [&](auto kernel) {
+    return launch(kernel, grid, ATTEND_THREADS, stream, dependent_launch(), t, n, more);
+  };
+  require(queries <= 36, "more than 36 query rows for one key head");
+  if constexpr (sizeof(T) == 2) {
+    if (queries <= 8) return start(attend_tensor<T, 8, OWN>);
+    if (queries <= 24) return start(attend_tensor<T, 24, OWN>);
+    return start(attend_tensor<T, 40, OWN>);
+  } else {
+    if (queries <= 8) return start(attend<T, 8, OWN>);
+    if (queries <= 24) return start(attend<T, 24, OWN>);
+    return start(attend<T, 36, OWN>);
+  }
+}
+
+// Attend(query, kv, position, query_position, cos, sin, q_norm, k_norm, planes of keys, of values)
+//   -> y, three scratch tensors, next planes; q_norm and k_norm may be left out
 void run_attend(const Call& call, const Attributes& a) {
-  const Tensor query = call.input(0), kv = call.input(1), key = call.input(2), value = call.input(3);
-  const Tensor cos = call.input(6);
+  const Tensor query = call.input(0), kv = call.input(1), cos = call.input(4);
+  const Stored key = stored(call, 8, 4, a.key_kind, query.type);
+  const Stored value = stored(call, 8 + key.count, 4 + key.count, a.value_kind, query.type);
   AttendSizes n = {};
   n.rows = int(kv.rows());
   n.query_rows = int(query.rows());
   n.heads = int(a.heads);
-  n.kv_heads = int(key[1]);
-  n.slots = int(key[2]);
-  n.dim = int(key[3]);
+  n.kv_heads = key.heads;
+  n.slots = key.slots;
+  n.dim = key.dim;
   n.rotary = int(cos[-1]) * 2;
   n.gated = a.gated != 0;
   n.query_stride = int(query[-1]);
@@ -293,38 +347,26 @@ void run_attend(const Call& call, const Attributes& a) {
   AttendTensors t = {};
   t.query = query.data;
   t.kv = kv.data;
-  t.position = call.input(4).as<int32_t>();
-  t.query_position = call.input(5).as<int32_t>();
+  t.position = call.input(2).as<int32_t>();
+  t.query_position = call.input(3).as<int32_t>();
   t.cos = cos.as<float>();
-  t.sin = call.input(7).as<float>();
-  t.query_norm = call.input(8).as<const float>();
-  t.key_norm = call.input(9).as<const float>();
+  t.sin = call.input(5).as<float>();
+  t.query_norm = call.input(6).as<const float>();
+  t.key_norm = call.input(7).as<const float>();
+  t.key = key.plane;
+  t.value = value.plane;
   const int64_t pairs = int64_t(n.query_rows) * n.heads;
   t.y = call.output(0, {n.query_rows, int64_t(n.heads) * n.dim});
-  t.key = call.output(1, key.shape);
-  t.value = call.output(2, value.shape);
-  t.best = static_cast<float*>(call.output(3, {pairs, n.stretches}));
-  t.total = static_cast<float*>(call.output(4, {pairs, n.stretches}));
-  t.mixed = static_cast<float*>(call.output(5, {pairs, n.stretches, n.dim}));
-  const int queries = n.query_rows * (n.heads / n.kv_heads);
-  const size_t bytes = size_t(key.rows()) * n.dim * (key.type == ort::FLOAT ? 4 : 2);
+  t.best = static_cast<float*>(call.output(1, {pairs, n.stretches}));
+  t.total = static_cast<float*>(call.output(2, {pairs, n.stretches}));
+  t.mixed = static_cast<float*>(call.output(3, {pairs, n.stretches, n.dim}));
   const Stream stream = call.stream();
-  if (t.key != key.data) done(copy_bytes(t.key, key.data, bytes, stream));  // not bound in place
-  if (t.value != value.data) done(copy_bytes(t.value, value.data, bytes, stream));
-  const dim3 grid(unsigned(n.stretches), unsigned(n.kv_heads));
+  const KvStorage more = {key.planes, value.planes};
+  const bool own = key.planes.kind == KV_OWN && value.planes.kind == KV_OWN;
   by_type(query.type, [&](auto type) {
     using T = decltype(type);
-    auto start = [&](auto kernel) {
-      done(launch(kernel, grid, ATTEND_THREADS, stream, dependent_launch(), t, n));
-    };
-    require(queries <= 36, "more than 36 query rows for one key head");
-    if constexpr (sizeof(T) == 2) {
-      if (queries <= 8) start(attend_tensor<T, 8>);
-      else if (queries <= 24) start(attend_tensor<T, 24>);
-      else start(attend_tensor<T, 40>);
-    } else if (queries <= 8) start(attend<T, 8>);
-    else if (queries <= 24) start(attend<T, 24>);
-    else start(attend<T, 36>);
+    done(own ? launch_attend<T, true>(stream, t, n, more)
+             : launch_attend<T, false>(stream, t, n, more));
     done(launch(merge_stretches<T>, dim3(unsigned(n.heads), unsigned(n.query_rows)),
                 MAX_HEAD, stream, dependent_launch(), t, n));
   });
@@ -388,6 +430,8 @@ ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::Inf
   read("heads", &a.heads);
   read("gated", &a.gated);
   read("kv_offset", &a.kv_offset);
+  read("key_kind", &a.key_kind);
+  read("value_kind", &a.value_kind);
   *to = kernel;
   return nullptr;
 }
@@ -461,7 +505,7 @@ Operator* make(Kind kind, const char* title, size_t least, std::vector<int> inpu
 EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   const ort::Api* api = base->get(ort::VERSION);
   static const std::vector<Operator*> operators = [] {
-    constexpr int F = ort::FLOAT, I = ort::INT32;
+    constexpr int F = ort::FLOAT, H = ort::FLOAT16, I = ort::INT32, C = ort::INT8;
     std::vector<Operator*> made;
     for (const int T : {ort::FLOAT, ort::FLOAT16, ort::BFLOAT16}) {
       made.push_back(make(NORM, "Norm", 2, {T, F}, {T}));
@@ -470,7 +514,18 @@ EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::A
       made.push_back(make(GATED_LINEAR, "GatedLinear", 3, {T, T, T}, {T}));
       made.push_back(make(DELTA, "GatedDelta", 11, {T, T, F, F, F, F, I, F, F, F, F},
                           {T, F, F, F, F, T, F}));
-      made.push_back(make(ATTEND, "Attend", 8, {T, T, T, T, I, I, F, F, F, F}, {T, T, T, F, F, F}));
+      const std::vector<int> q8_0 = {C, H}, q5_1 = {C, C, H, H};
+      auto attend = [&](const char* title, const std::vector<int>& key, const std::vector<int>& value) {
+        std::vector<int> takes = {T, T, I, I, F, F, F, F}, gives = {T, F, F, F};
+        for (std::vector<int>* types : {&takes, &gives}) {
+          types->insert(types->end(), key.begin(), key.end());
+          types->insert(types->end(), value.begin(), value.end());
+        }
+        made.push_back(make(ATTEND, title, 6, takes, gives));
+      };
+      for (const int K : {F, H, int(ort::BFLOAT16)}) attend("Attend", {K}, {K});
+      attend("AttendQ8", q8_0, q8_0);
+      attend("AttendQ8Q5", q8_0, q5_1);
       made.push_back(make(GREEDY, "Greedy", 1, {T}, {I, F, I}));
       made.push_back(make(VERIFY, "Verify", 4, {T, I, I, I}, {I, I, I, I, I, F, I}));
     }

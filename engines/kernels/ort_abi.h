@@ -9,7 +9,7 @@ namespace ort {
 
 constexpr uint32_t VERSION = 17;  // the first with KernelComputeV2, shape inference and version ranges
 
-enum ElementType { UNDEFINED = 0, FLOAT = 1, INT32 = 6, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
+enum ElementType { UNDEFINED = 0, FLOAT = 1, INT8 = 3, INT32 = 6, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
 enum Presence { REQUIRED = 0, OPTIONAL = 1 };
 enum ErrorCode { FAIL = 1, INVALID_ARGUMENT = 2 };
 

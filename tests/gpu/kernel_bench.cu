@@ -140,7 +140,16 @@ int main() {
       const size_t cache = size_t(4) * 4101 * 256;
       auto at = [&](int i) { t.key = pool + size_t(i % 8) * 2 * cache; t.value = pool + (size_t(i % 8) * 2 + 1) * cache; };
       printf("attend at %d%s %.2f us\n", position, dep ? " dep" : "", chained_us(64, [&](int i) { at(i);
-        launch(attend_tensor<T, 24>, dim3(n.stretches, 4), ATTEND_THREADS, stream, dep, t, n); }));
+        launch(attend_tensor<T, 24, true>, dim3(n.stretches, 4), ATTEND_THREADS, stream, dep, t, n, KvStorage()); }));
+      KvStorage more = {};  // planes of both kinds inside the same memory
+      more.key.kind = KV_Q8_0;
+      more.value.kind = KV_Q5_1;
+      printf("attend q8_0/q5_1 at %d%s %.2f us\n", position, dep ? " dep" : "", chained_us(64, [&](int i) { at(i);
+        for (int p = 0; p < 3; ++p) {
+          more.key.more[p] = static_cast<T*>(t.key) + (p + 1) * (cache / 4);
+          more.value.more[p] = static_cast<T*>(t.value) + (p + 1) * (cache / 4);
+        }
+        launch(attend_tensor<T, 24, false>, dim3(n.stretches, 4), ATTEND_THREADS, stream, dep, t, n, more); }));
       printf("merge at %d%s %.2f us\n", position, dep ? " dep" : "", chained_us(64, [&](int i) { at(i);
         launch(merge_stretches<T>, dim3(16, 5), 256, stream, dep, t, n); }));
     }
