@@ -11,13 +11,14 @@ from pathlib import Path
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.inspection import bundle_report, pair_lines
 from eagle_chain.engines.kv import KV_TYPES
-from eagle_chain.engines.manifest import DEBUG_OUTPUTS, PROFILES, check_options
+from eagle_chain.engines.manifest import DEBUG_OUTPUTS, PREFILL_STEP, PROFILES, check_options
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import CONVENTIONS, DraftOverrides
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import DTYPES, Options
 
 CAPACITY = 4096  # default, as far as the trunk was made for so many positions
+PREFILL = 256  # rows from which a GPU spends more time multiplying than reading the weights
 LARGE = 2_000_000_000  # bytes of weights above which memory matters to most people
 
 
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         metavar="ROWS",
         type=int,
-        default=Options.prefill,
-        help="rows of a call over a prompt, in engines made for that; 0 for none (0)",
+        help="rows of a call over a prompt, in engines made for that; 0 for none: prompts then go "
+        f"through the trunk in calls of the width ({PREFILL}, or as many as the capacity has)",
     )
     parser.add_argument(
         "--dtype",
@@ -165,6 +166,9 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
             f"--capacity is {capacity}, the trunk was made for {positions} positions "
             "(max_position_embeddings); give at most that"
         )
+    prefill = arguments.prefill
+    if prefill is None:
+        prefill = min(PREFILL, capacity // PREFILL_STEP * PREFILL_STEP)
     options = Options(
         arguments.width,
         capacity,
@@ -172,7 +176,7 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         arguments.profile,
         arguments.debug,
         arguments.kv,
-        arguments.prefill,
+        prefill,
     )
     check_options(options)
     return options
@@ -184,7 +188,7 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
     for name, default in (
         ("width", Options.width),
         ("capacity", None),
-        ("prefill", Options.prefill),
+        ("prefill", None),
         ("dtype", Options.dtype),
         ("kv", None),
         ("profile", Options.profile),

@@ -98,7 +98,15 @@ class Cache:
 
     def tensors(self, parity: int) -> dict[str, Buffer]:
         """Every buffer of a trunk call that starts at `parity`, by tensor name."""
-        tensors = {**self.inputs[parity], **self.outputs[1 - parity]}
+        return {
+            **self.inputs[parity],
+            **self.outputs[1 - parity],
+            **self.state_tensors(parity),
+        }
+
+    def state_tensors(self, parity: int) -> dict[str, Buffer]:
+        """The trunk's states, in and out, of a call that starts at `parity`, by tensor name."""
+        tensors: dict[str, Buffer] = {}
         for pair, buffers in self._states[: len(self._trunk_states)]:
             tensors |= {pair.input: buffers[parity], pair.output: buffers[1 - parity]}
         return tensors
@@ -153,6 +161,16 @@ class Cache:
         assert 0 < kept <= len(self._call), "the last call has no such row"
         self.tokens[self.position :] = self._call[:kept]
         self.pending = pending
+
+    def absorb(self, ids: Sequence[int], pending: int) -> None:
+        """Take note that a wide call over `ids` has run, whose states hold all of its rows.
+
+        It leaves neither a log to keep rows of nor features to draft from, and is not undone.
+        """
+        self._before = None
+        self.parity = 1 - self.parity
+        self.tokens += ids
+        self.position, self.pending, self._call = len(self.tokens), pending, ()
 
     def undo(self) -> None:
         """Forget the last call: the states change places back. One call deep."""

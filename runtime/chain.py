@@ -19,6 +19,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime.cache import Cache, Snapshot
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DeviceDrafter, Drafter, NoDrafter
+from eagle_chain.runtime.prefill import Prefill
 from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.stats import Result, Round, Stats
@@ -69,6 +70,7 @@ class Chain:
             call that checks drafts, copies them back and runs the accepted tokens again.
         ahead: Let the device decide, one round launched ahead of the host, while the drafter and
             the room for tokens allow it. None: where the memory is a GPU's.
+        prefill: Wide calls on this cache, for prompts.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Chain:
         stop_ids: Collection[int] = (),
         rollback: Rollback = "log",
         ahead: bool | None = None,
+        prefill: Prefill | None = None,
     ) -> None:
         if rollback not in ("log", "replay"):
             raise InputError(f"rollback is {rollback!r}, expected 'log' or 'replay'")
         self.cache = cache
         self.drafter = drafter
+        self.prefill = prefill
         self.vocab_size = vocab_size
         self.stop_ids = frozenset(stop_ids)
         self._replay = rollback == "replay"
@@ -148,7 +152,7 @@ class Chain:
         """
         prompt = self._check_prompt(ids, append=True)
         with self._turn(object(), begin=True):
-            self._feed(prompt, self.cache.width, self.drafter)
+            self._feed_prompt(prompt, self.drafter)
 
     def reset(self) -> None:
         """Empty the cache; ends any request that is still open."""
@@ -217,7 +221,7 @@ class Chain:
                 self._check_prompt(prompt, True)  # another request may have run since
             else:
                 cache.reset()
-            calls = self._feed(prompt, cache.width, drafter, request.fed)
+            calls = self._feed_prompt(prompt, drafter, request.fed)
             seconds = time.perf_counter() - start
         room, out_of_room = cache.capacity - len(cache.tokens), "capacity"
         if request.max_new_tokens is not None and request.max_new_tokens <= room:
@@ -300,6 +304,19 @@ class Chain:
             calls = 2
         cache.commit(len(tokens), tokens[-1])
         return tokens, min(accepted, len(tokens)), calls
+
+    def _feed_prompt(self, prompt: list[int], drafter: Drafter, fed: Fed = _unheard) -> int:
+        """Feed a prompt behind the cache, in wide calls as far as they are worth it."""
+        cache, prefill, calls = self.cache, self.prefill, 0
+        while prefill is not None and (rows := prefill.next_rows(len(prompt))):
+            ids, prompt = prompt[:rows], prompt[rows:]
+            drafter.observe(ids[0])
+            calls += 1
+            if prefill.feed(ids, prompt[0], draft=drafter is self.drafter):
+                fed(len(cache.tokens))
+            else:
+                calls += self._feed(ids, cache.width, drafter, fed)
+        return calls + self._feed(prompt, cache.width, drafter, fed)
 
     def _feed(self, prompt: list[int], rows: int, drafter: Drafter, fed: Fed = _unheard) -> int:
         """Feed a prompt behind the cache, `rows` tokens at a time; returns the trunk calls."""

@@ -87,7 +87,7 @@ class EagleDrafter:
         if cache.width < 2:
             raise InputError("a trunk of width 1 has no row for a draft: export with --width 5")
         kv = cache.claim(draft.spec.states)
-        self._kv = list(kv.values())
+        self.kv = kv
         allocate = draft.memory.allocate
         self._g = allocate(encoder.spec.outputs[0])
         zero = allocate(TensorSpec("row", "int32", (1,)))
@@ -150,7 +150,7 @@ class EagleDrafter:
         if -1 not in guesses:
             return guesses
         if self.scratch:  # no later extend writes over the rows that are not numbers
-            for buffer in self._kv:
+            for buffer in self.kv.values():
                 buffer.zero()
         return guesses[: guesses.index(-1)]
 

@@ -16,6 +16,7 @@ from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain, Rollback
 from eagle_chain.runtime.drafters import Drafter, DraftKV, EagleDrafter, NoDrafter
 from eagle_chain.runtime.ort import OrtSession
+from eagle_chain.runtime.prefill import Follower, Prefill
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.tokenizer import stop_token_ids
 
@@ -75,15 +76,27 @@ class Engines:
             manifest.options.capacity,
             engines=(self.backend, graphs, weights),
         )
+        guesses = self._drafter(cache, drafter, draft_kv)
         return Chain(
             self.sessions["trunk"],
             cache,
-            self._drafter(cache, drafter, draft_kv),
+            guesses,
             vocab_size=manifest.trunk.vocab_size,
             stop_ids=self.stop_ids,
             rollback=rollback,
             ahead=ahead,
+            prefill=self._prefill(cache, guesses),
         )
+
+    def _prefill(self, cache: Cache, drafter: Drafter) -> Prefill | None:
+        """Wide calls, if the bundle has engines for them."""
+        trunk = self.sessions.get("prefill")
+        if trunk is None:
+            return None
+        follower = None
+        if isinstance(drafter, EagleDrafter) and not drafter.scratch:
+            follower = Follower(self.sessions["draft_prefill"], drafter.kv)
+        return Prefill(trunk, cache, follower)
 
     def _drafter(self, cache: Cache, name: DrafterName | None, draft_kv: DraftKV) -> Drafter:
         if name is None:

@@ -112,6 +112,8 @@ def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
 def _compare(engines: Engines, folder: Path, recording: Recording) -> Comparison:
     """Play every call of a recording and compare what comes out."""
     comparison = Comparison(engines.manifest)
+    played = {engine for engine, _ in recording.calls}
+    comparison.unknown |= {f"{n}: all of it": None for n in engines.sessions if n not in played}
     player = Player(engines.sessions, engines.memory)
     with phases("comparing") as show:
         for done, call in enumerate(read_calls(folder, recording)):

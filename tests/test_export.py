@@ -21,7 +21,7 @@ from eagle_chain.engines.staging import locked
 from eagle_chain.engines.version import VERSION
 from tests.toy_pair import draft_parts, save, trunk_parts, write_pair
 
-GRAPHS = ("draft", "draft_step", "encoder", "trunk")
+GRAPHS = ("draft", "draft_prefill", "draft_step", "encoder", "prefill", "trunk")
 SMALL = ("--capacity", "32")
 
 

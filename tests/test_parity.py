@@ -82,8 +82,10 @@ def test_a_capacity_that_holds_no_rounds_is_refused() -> None:
 
 def test_the_bundle_is_right(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, "parity", bundle)
-    assert found["passed"] and found["first_fault"] is None and not found["not_compared"]
-    specs = Manifest.load(bundle).specs
+    assert found["passed"] and found["first_fault"] is None
+    wide = {"prefill", "draft_prefill"}  # tests/test_prefill.py compares them
+    assert set(found["not_compared"]) == {f"{name}: all of it" for name in wide}
+    specs = {n: s for n, s in Manifest.load(bundle).specs.items() if n not in wide}
     wanted = {
         (name, t.name.removesuffix(".next")) for name, s in specs.items() for t in s.all_outputs
     }

@@ -22,6 +22,7 @@ from eagle_chain.runtime.buffers import Buffer, HostBuffer, HostMemory
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.drafters import Drafter, EagleDrafter
+from eagle_chain.runtime.prefill import Follower, Prefill
 from eagle_chain.runtime.session import check_tensors
 
 Array = NDArray[Any]
@@ -159,7 +160,7 @@ class ToyBinding:
 class Toy:
     """Weights, sessions and oracles of one random pair."""
 
-    def __init__(self, seed: int = 0, width: int = 5, capacity: int = 64) -> None:
+    def __init__(self, seed: int = 0, width: int = 5, capacity: int = 64, prefill: int = 0) -> None:
         rng = np.random.default_rng(seed)
 
         def matrix(*shape: int) -> Array:
@@ -167,7 +168,7 @@ class Toy:
 
         config = trunk_config()
         self.seed, self.width, self.capacity = seed, width, capacity
-        self.options = Options(width=width, capacity=capacity)
+        self.options = Options(width=width, capacity=capacity, prefill=prefill)
         self.specs = engine_specs(config, draft_config(), self.options)
         self.embedding = matrix(VOCAB, HIDDEN) * 4
         self.places = matrix(self.options.kv_rows, HIDDEN) * 4  # keeps greedy decoding from looping
@@ -198,6 +199,8 @@ class Toy:
             "encoder": self.run_encoder,
             "draft": self.run_draft,
             "draft_step": self.run_draft,
+            "prefill": self.run_prefill,
+            "draft_prefill": self.run_draft_prefill,
         }
         self.sessions = {
             name: ToySession(spec, self.memory, functions[name])
@@ -208,15 +211,7 @@ class Toy:
 
     def run_trunk(self, t: Tensors) -> None:
         ids, (position,), (rows,), (kept,) = (t[n] for n in ("ids", "position", "rows", "kept"))
-        assert position + self.width <= self.options.kv_rows, "rows past the end of the KV buffer"
-        h = self.embed(ids, position, self.nan_at)
-        taps = []
-        for i, (kind, w) in enumerate(zip(LAYERS, self.layers, strict=True)):
-            mixer = self.linear if kind == "linear_attention" else self.full
-            h = h + mixer(h, w, f"layers.{i}", t, position, kept)
-            taps.append(h)
-        t["features"][:] = np.concatenate(taps, 1)
-        t["hidden"][:] = h
+        h = self.layered(t, ids, position, kept)
         y = [choice(row) for row in by_row(self.head, h)]
         right = [int(i) >= 0 and i == c for i, c in zip(ids[1:rows], y, strict=False)]
         accepted = (*right, False).index(False)
@@ -225,6 +220,44 @@ class Toy:
         t["pending"][:] = y[accepted]
         t["next_kept"][:] = accepted + 1
         t["next_position"][:] = position + accepted + 1
+
+    def layered(self, t: Tensors, ids: Array, position: int, kept: int) -> Array:
+        """All layers; sets features, hidden and the states."""
+        assert position + len(ids) <= self.options.kv_rows, "rows past the end of the KV buffer"
+        h = self.embed(ids, position, self.nan_at)
+        taps = []
+        for i, (kind, w) in enumerate(zip(LAYERS, self.layers, strict=True)):
+            mixer = self.linear if kind == "linear_attention" else self.full
+            h = h + mixer(h, w, f"layers.{i}", t, position, kept)
+            taps.append(h)
+        t["features"][:] = np.concatenate(taps, 1)
+        t["hidden"][:] = h
+        return h
+
+    def run_prefill(self, t: Tensors) -> None:
+        """The rows one by one as ever, then folded; nothing is left of those that are not valid."""
+        ids, (position,), (rows,), (kept,) = (t[n] for n in ("ids", "position", "rows", "kept"))
+        wide = dict(t)
+        for name in (n for n in t if n.endswith(".next")):
+            if ".log_" in name:
+                wide[name] = np.zeros((len(ids), *t[name].shape[1:]), F)
+            elif name.endswith("window.next"):
+                wide[name] = np.zeros((len(t[name]), TAPS - 1 + len(ids)), F)
+        h = self.layered(wide, ids, position, kept)
+        for i, kind in enumerate(LAYERS):
+            at = f"layers.{i}"
+            if kind == "full_attention":
+                for part in ("key", "value"):
+                    t[f"{at}.{part}.next"][:, :, position + rows : position + len(ids)] = 0
+                continue
+            log = [wide[f"{at}.{p}.next"] for p in ("log_key", "log_delta", "log_decay")]
+            t[f"{at}.S.next"][:] = fold(t[f"{at}.S.next"], log, rows)
+            for part in ("log_key", "log_delta", "log_decay", "window"):
+                t[f"{at}.{part}.next"][:] = 0
+            last = wide[f"{at}.window.next"][:, rows : rows + TAPS - 1]
+            t[f"{at}.window.next"][:, : TAPS - 1] = last
+        t["pending"][:] = choice(by_row(self.head, h[rows - 1 : rows])[0])
+        t["next_kept"][:], t["next_position"][:] = 0, position + rows
 
     def embed(self, ids: Array, position: int, nan_at: set[int]) -> Array:
         h = self.embedding[np.maximum(ids, 0)] + self.places[position : position + len(ids)]
@@ -278,14 +311,9 @@ class Toy:
         t["g"][:] = by_row(self.fc, t["features"])
 
     def run_draft(self, t: Tensors) -> None:
-        ids, g, (position,), (row,) = (t[n] for n in ("ids", "g", "position", "row"))
-        rows = len(ids)
-        assert position + rows <= self.options.kv_rows, "rows past the end of the KV buffer"
-        x = np.concatenate([self.embed(ids, position, self.draft_nan_at), g], 1)
+        g, (position,), (row,) = (t[n] for n in ("g", "position", "row"))
+        x = self.write_draft_rows(t, g)
         key, value = t["draft.key.next"], t["draft.value.next"]
-        for name, cache in (("key", key), ("value", value)):
-            new = by_row(self.draft[name], x).reshape(rows, HEADS, HEAD_DIM)
-            cache[0, :, position : position + rows] = new.transpose(1, 0, 2)
         query = by_row(self.draft["query"], x[row : row + 1]).reshape(HEADS, HEAD_DIM)
         mixed = attend(query, key[0], value[0], position + row)[None]
         recurrence = g[row : row + 1] + by_row(self.draft_out, mixed)
@@ -293,6 +321,22 @@ class Toy:
         t["token"][:] = self.target_ids[best] if best >= 0 else -1
         t["g_next"][:] = recurrence
         t["next_position"][:] = position + row + 1
+
+    def write_draft_rows(self, t: Tensors, g: Array) -> Array:
+        """Set the draft's KV rows of this call; returns what they are made of."""
+        ids, (position,) = t["ids"], t["position"]
+        assert position + len(ids) <= self.options.kv_rows, "rows past the end of the KV buffer"
+        x = np.concatenate([self.embed(ids, position, self.draft_nan_at), g], 1)
+        for name in ("key", "value"):
+            new = by_row(self.draft[name], x).reshape(len(ids), HEADS, HEAD_DIM)
+            t[f"draft.{name}.next"][0, :, position : position + len(ids)] = new.transpose(1, 0, 2)
+        return x
+
+    def run_draft_prefill(self, t: Tensors) -> None:
+        (position,), (rows,) = t["position"], t["rows"]
+        self.write_draft_rows(t, by_row(self.fc, t["features"]))
+        for name in ("key", "value"):
+            t[f"draft.{name}.next"][:, :, position + rows : position + len(t["ids"])] = 0
 
     # --- oracles ---
 
@@ -360,6 +404,12 @@ class Toy:
     def chain(self, drafter: Callable[[Cache], Drafter] | None = None, **options: Any) -> Chain:
         cache = self.cache()
         made = (drafter or self.eagle)(cache)
+        if "prefill" in self.sessions:
+            inner = made.drafter if isinstance(made, Scripted) else made
+            follower = None
+            if isinstance(inner, EagleDrafter) and not inner.scratch:
+                follower = Follower(self.sessions["draft_prefill"], inner.kv)
+            options["prefill"] = Prefill(self.sessions["prefill"], cache, follower)
         return Chain(self.sessions["trunk"], cache, made, vocab_size=VOCAB, **options)
 
     def prompt(self, seed: int, length: int) -> list[int]:
