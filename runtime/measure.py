@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.spec import ITEM_BYTES, EngineSpec, StatePair, TensorSpec
 from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer, Memory
-from eagle_chain.runtime.cache import Cache, Counters
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory
 
 POOL = 1 << 24  # random values that all random tensors are cut from
 SPREAD = 0.02  # standard deviation of random weights
+LOOKED_UP = (
+    "embed_tokens.weight",
+    "d2t",
+    "t2d",
+)  # ends of names; read by rows, if at all
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,12 @@ def _fill(buffer: CudaBuffer, pool: Buffer, random: np.random.Generator) -> None
         done += size
 
 
-def weight_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of weights that one call reads: of the embedding only rows, so none are counted."""
-    return sum(s.nbytes for s in specs if not s.name.endswith("embed_tokens.weight"))
+def weight_bytes(specs: Iterable[TensorSpec], *, tied_head: bool = False) -> int:
+    """Bytes of weights that one call reads, each once; of an embedding or a table only rows.
+
+    A tied head is the embedding, read whole.
+    """
+    return sum(s.nbytes for s in specs if tied_head or not s.name.endswith(LOOKED_UP))
 
 
 def state_bytes(spec: EngineSpec, position: int) -> int:
@@ -179,13 +186,6 @@ def state_bytes(spec: EngineSpec, position: int) -> int:
         elif ".window" in pair.input or pair.input.endswith(".S"):
             total += 2 * size
     return total
-
-
-def pretend(cache: Cache, position: int) -> None:
-    """Let the cache say that it holds `position` tokens, some of them from its last call."""
-    rows = min(3, cache.width, position)
-    tokens = (0,) * position
-    cache.stand(Counters(tokens, position - rows, 0, tokens[:rows]))
 
 
 def fill_states(states: Iterable[tuple[StatePair, Iterable[Buffer]]], seed: int = 1) -> None:

@@ -101,7 +101,7 @@ def pins(name: str) -> dict[str, str]:
     ("file", "extras"),
     [
         ("requirements-demo.txt", ("export", "cpu")),
-        ("requirements-dev.txt", ("export", "cpu", "dev")),
+        ("requirements-dev.txt", ("export", "cpu", "plot", "dev")),
     ],
     ids=["demo", "dev"],
 )

@@ -7,6 +7,7 @@ done as late as it may be. What only a GPU can show is in tests/gpu.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,15 +20,19 @@ from eagle_chain.engines.spec import Options
 from eagle_chain.export.bundle import Pair, write_bundle
 from eagle_chain.export.checkpoint import open_pair
 from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer
+from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.demo import PROMPTS
+from eagle_chain.runtime.drafters import EagleDrafter
 from eagle_chain.runtime.load import open_engines
+from eagle_chain.runtime.ort import OrtSession
 from eagle_chain.runtime.rounds import Reader, Verdict
-from eagle_chain.runtime.session import check_tensors
+from eagle_chain.runtime.session import Binding, check_tensors
 from eagle_chain.runtime.stats import Round
 from eagle_chain.runtime.tokenizer import Tokenizer
 from tests.standin import standins
+from tests.told import Plan, table_spec, told_graphs, told_specs
 from tests.toy import Script, Tensors, Toy, ToyBinding, ToySession, cache_states, live_states
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -449,3 +454,53 @@ def test_with_a_trained_draft_every_accepted_count_occurs(tmp_path: Path, k: int
     ]
     assert settled(rounds[0]) == settled(rounds[1])
     assert {r.accepted for r in rounds[0][1:]} == set(range(k + 1))
+
+
+@pytest.mark.skipif(not (DEMO / "draft").is_dir(), reason="the demo pair is not in this tree")
+def test_a_draft_told_by_a_table_makes_every_count_equally_often(tmp_path: Path) -> None:
+    """The graphs that the GPU series uses; the trunk is the shipped one, plain its oracle."""
+    (trunk, trunk_weights), (draft, draft_weights) = open_pair(DEMO / "trunk", DEMO / "draft")
+    options = Options(5, 128)
+    pair = Pair(trunk, draft, trunk_weights, draft_weights)
+    write_bundle(tmp_path / "bundle", pair, options, False, ())
+    engines = open_engines(tmp_path / "bundle", "onnxruntime-cpu", threads=1)
+    specs = engines.manifest.specs
+    table = engines.memory.allocate(table_spec(options.capacity, options.width))
+    sessions = {}
+    for name, graph in told_graphs(specs, options.capacity, options.width).items():
+        (tmp_path / f"{name}.onnx").write_bytes(graph)
+        spec = told_specs(specs)[name]
+        bound = spec.inputs if name == "encoder" else (*spec.inputs, table.spec)
+        spec = dataclasses.replace(spec, inputs=bound)
+        sessions[name] = OrtSession(tmp_path / f"{name}.onnx", spec, engines.memory, (), threads=1)
+    prompt = Tokenizer(tmp_path / "bundle").encode(PROMPTS["book"])
+    want = engines.chain(drafter="none").generate(prompt, max_new_tokens=90, stop_ids=()).tokens
+    for k in (4, 2):
+        guesses, counts = Plan(k, trunk.vocab_size).table(
+            len(prompt), [*prompt, *want], table.spec.shape[0]
+        )
+        table.write(guesses)
+        cache = Cache(specs["trunk"], engines.memory, options.capacity)
+        bind = {name: Given(session, table) for name, session in sessions.items()}
+        drafter = EagleDrafter(cache, bind["encoder"], bind["draft"], bind["draft_step"])
+        trunk_session = engines.sessions["trunk"]
+        chain = Chain(trunk_session, cache, drafter, vocab_size=trunk.vocab_size, ahead=True)
+        rounds = list(chain.rounds(prompt, max_new_tokens=90, k=k))
+        assert [t for r in rounds for t in r.tokens] == want
+        assert [r.accepted for r in rounds[1 : len(counts) + 1]] == counts
+        made = [counts.count(c) for c in range(k + 1)]
+        assert max(made) - min(made) <= 1
+
+
+class Given:
+    """A session that binds the table itself, as the GPU's sessions bind their weights."""
+
+    def __init__(self, session: OrtSession, table: Buffer) -> None:
+        self.session, self.memory, self.table = session, session.memory, table
+        inputs = tuple(t for t in session.spec.inputs if t.name != "table")
+        self.spec = dataclasses.replace(session.spec, inputs=inputs)
+
+    def bind(self, tensors: Mapping[str, Buffer]) -> Binding:
+        """Bind the table with the rest."""
+        given = {"table": self.table} if self.spec != self.session.spec else {}
+        return self.session.bind({**tensors, **given})

@@ -1,6 +1,6 @@
 """ONNX Runtime on a GPU, measured: every profile against the CPU, then the 9B's shapes by clock.
 
-    python tests/gpu/ort_series.py --out FOLDER [--seconds 480] [--only self,fused-bf16,...]
+    python -m tests.gpu.ort_series --out FOLDER [--seconds 480] [--only self,fused-bf16,...]
 
 One process, several stages in order of worth; each prints its result at once and adds it to
 FOLDER/results.json, and a stage that fails does not end the others. Needs onnxruntime-gpu,
@@ -14,11 +14,13 @@ import dataclasses
 import gc
 import json
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ except ImportError:
     torch = None  # type: ignore[assignment]
 
 from eagle_chain.engines.bound import with_bound_weights
+from eagle_chain.engines.cli import main as command
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.kernel_library import build_cuda
@@ -38,13 +41,16 @@ from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.shapes import configs as published
 from eagle_chain.export.shapes import stored as stored_weights
-from eagle_chain.runtime.bench import Stand
+from eagle_chain.runtime import verify
 from eagle_chain.runtime.buffers import Buffer, HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import EagleDrafter
+from eagle_chain.runtime.exactness import Comparison, decode_plainly
+from eagle_chain.runtime.load import open_engines
 from eagle_chain.runtime.measure import (
+    Clock,
     copy_bandwidth,
     random_tensors,
     state_bytes,
@@ -52,7 +58,12 @@ from eagle_chain.runtime.measure import (
 )
 from eagle_chain.runtime.ort import SPEC_DTYPES, OrtBinding, onnxruntime
 from eagle_chain.runtime.ort_cuda import OrtCudaSession
+from eagle_chain.runtime.prompts import cut_prompts, read_text
+from eagle_chain.runtime.stand import Stand
+from eagle_chain.runtime.tokenizer import Tokenizer
+from tests.told import Plan, table_spec, told_graphs, told_specs
 
+ROOT = Path(__file__).resolve().parents[2]
 POSITION = 1000
 
 
@@ -398,10 +409,7 @@ class Series:
     def small_round(self, bench: Bench, configs: tuple[TrunkConfig, DraftConfig]) -> Any:
         """Replayed rounds against plain decoding: equal tokens, also once graphs take over."""
         prompt = [int(i) for i in np.random.default_rng(5).integers(0, configs[0].vocab_size, 7)]
-        sessions = bench.sessions
-        cache = Cache(sessions["trunk"].spec, bench.memory, bench.options.capacity)
-        drafter = EagleDrafter(cache, *(sessions[n] for n in ("encoder", "draft", "draft_step")))
-        chain = Chain(sessions["trunk"], cache, drafter, vocab_size=configs[0].vocab_size)
+        chain = chain_of(bench.sessions, bench.options.capacity, configs[0].vocab_size)
         want = chain.generate(prompt, max_new_tokens=40, k=0).tokens
         rounds = list(chain.rounds(prompt, max_new_tokens=40, k=4))
         got = [token for round in rounds for token in round.tokens]
@@ -471,9 +479,103 @@ class Series:
         ) / (weight_bytes(trunk.weights) / 4.27e12 * 1e3)
         if whole:
             found["round"] = stand.whole(40).to_json()
-            found["round_host_ms"] = stand.host(40)
+            found["launch_ms"] = stand.host(20)
+            wall = stand.wall(40)
+            found["wall"] = wall.to_json() if wall else None
         found["free_GB"] = self.memory.free_bytes() / 1e9
         return found
+
+    def generate(self, profile: str, dtype: str, new: int = 60) -> Any:
+        """The chain whose rounds the device decides against the one that asks the host.
+
+        The same tokens and counts; time per round by the wall, and over the device's own time.
+        """
+        bench = self.bench_of(profile, dtype)
+        vocabulary = bench.configs[0].vocab_size
+        prompt = [int(i) for i in np.random.default_rng(6).integers(0, vocabulary, 7)]
+        found: dict[str, Any] = {}
+        for k in (4, 0):
+            settled = []
+            for ahead in (True, False):
+                chain = chain_of(bench.sessions, bench.options.capacity, vocabulary, ahead)
+                for _ in range(2):  # the second is warm: all graphs are captured
+                    rounds = list(chain.rounds(prompt, max_new_tokens=new, k=k))
+                settled.append([(r.tokens, r.drafted, r.accepted) for r in rounds])
+                # random weights accept next to nothing: a round a token, the last by the host
+                times = [r.seconds * 1e3 for r in rounds[8 : -2 * k - 2]]
+                found[f"k{k} {'device' if ahead else 'host'} wall_ms"] = Clock(
+                    tuple(times)
+                ).to_json()
+            found[f"k{k} same"] = settled[0] == settled[1]
+            device = Stand(bench.sessions, bench.options.capacity, k, 40).whole(40)
+            found[f"k{k} device_ms"] = device.median
+            wall = found[f"k{k} device wall_ms"]["median_ms"]
+            found[f"k{k} host_share"] = wall / device.median - 1
+        return found
+
+    def exact_demo(self, profile: str, dtype: str, prompts: int = 33) -> Any:
+        """The shipped pair: `verify` (plain, scripted, EAGLE-3), then told rounds on the device."""
+        folder = self.out / f"demo-{profile}-{dtype}"
+        words = ["--dtype", dtype, "--profile", profile, "--debug", "logits", "--capacity", "256"]
+        text = ROOT / "README.md"
+        with redirect_stdout(sys.stderr):
+            if not folder.exists():
+                pair = (str(ROOT / "demo" / name) for name in ("trunk", "draft"))
+                assert command(["export", *pair, "-o", str(folder), *words]) == 0
+            parser = argparse.ArgumentParser()
+            verify.add_arguments(parser)
+            words = ["--text", str(text), "--prompts", str(prompts), "-k", "4"]
+            given = parser.parse_args([str(folder), *words, "--backend", "onnxruntime-cuda"])
+            report = verify.run(given).report
+        engines = open_engines(folder, "onnxruntime-cuda")
+        options = engines.manifest.options
+        told = told_sessions(engines.memory, engines.manifest.specs, options)
+        told["trunk"] = engines.sessions["trunk"]
+        vocabulary = engines.manifest.trunk.vocab_size
+        given_prompts = cut_prompts(read_text(text), Tokenizer(folder), count=prompts, length=64)
+        return {
+            **{name: report[name] for name in ("verdict", "tokens", "mismatches", "passed")},
+            "accepted_counts": {r["drafter"]: r["accepted_counts"] for r in report["runs"]},
+            "largest_logit_difference": report["largest_logit_difference"],
+            "told": told_rounds(told, options, vocabulary, given_prompts, 128, self.end),
+        }
+
+    def exact_slice(self, profile: str, dtype: str, layers: int = 8, prompts: int = 12) -> Any:
+        """Random layers of the 9B's widths, told rounds; prompts are short, as it soon repeats."""
+        configs, options = nine_b(layers), Options(5, 512, dtype, profile, ("logits",))
+        bench = Bench(self.memory, configs, options, self.library, engines=("trunk",))
+        bench.give(random_tensors(bench.wanted, self.memory))
+        sessions = told_sessions(self.memory, engine_specs(*configs, options), options)
+        sessions["trunk"] = bench.sessions["trunk"]
+        vocabulary = configs[0].vocab_size
+        random = np.random.default_rng(8)
+        asked = [[int(i) for i in random.integers(0, vocabulary, 16)] for _ in range(prompts)]
+        until = min(self.end, time.monotonic() + 20)
+        return told_rounds(sessions, options, vocabulary, asked, 64, until)
+
+    def grown(self, profile: str, dtype: str, seconds: float = 60) -> Any:
+        """Positions at matching capacities, then widths: trunk call and, at W = 5, whole rounds."""
+        end, rows = time.monotonic() + seconds, []
+        sizes = [(5, 4096, 1000), (5, 8192, 8000), (5, 32768, 32000)]
+        sizes += [(width, 4096, POSITION) for width in (2, 3, 4, 6, 7, 8)]
+        for width, capacity, position in sizes:
+            if time.monotonic() > end:
+                rows.append({"width": width, "capacity": capacity, "left out": True})
+                continue
+            found = self.timed(profile, dtype, width, capacity, position, whole=width == 5)
+            parts = found["parts"]
+            row = {
+                "width": width,
+                "capacity": capacity,
+                "position": position,
+                "trunk_ms": parts["verify" if width == 5 else "plain"]["median_ms"],
+                "over_floor": found["trunk_over_floor"],
+            }
+            if width == 5:
+                row |= {"round_ms": found["round"]["median_ms"], "wall": found["wall"]}
+            rows.append(row)
+            self.say(f"  {json.dumps(row)}")
+        return rows
 
     def kernels(self, profile: str, dtype: str) -> Any:
         """Every kernel of one uncaptured verify step, by CUPTI through torch's profiler."""
@@ -527,6 +629,71 @@ class Series:
         return check_rows(Runner(bench), configs[0].vocab_size, 24)
 
 
+def chain_of(
+    sessions: dict[str, Any], capacity: int, vocabulary: int, ahead: bool | None = None
+) -> Chain:
+    """A chain with an EAGLE drafter over these sessions."""
+    trunk = sessions["trunk"]
+    cache = Cache(trunk.spec, trunk.memory, capacity)
+    engines = (sessions[name] for name in ("encoder", "draft", "draft_step"))
+    drafter = EagleDrafter(cache, *engines)
+    return Chain(trunk, cache, drafter, vocab_size=vocabulary, ahead=ahead)
+
+
+def told_sessions(memory: CudaMemory, specs: Any, options: Options) -> dict[str, Any]:
+    """Draft engines that guess from one table, which the caller fills."""
+    graphs = told_graphs(specs, options.capacity, options.width)
+    table = memory.allocate(table_spec(options.capacity, options.width))
+    sessions: dict[str, Any] = {}
+    for name, spec in told_specs(specs).items():
+        sessions[name] = session = OrtCudaSession(graphs[name], spec, memory)
+        session.bound = {t.name: table for t in session.weights}
+    return sessions
+
+
+def told_rounds(
+    sessions: dict[str, Any],
+    options: Options,
+    vocabulary: int,
+    prompts: list[list[int]],
+    new: int,
+    end: float,
+) -> dict[str, Any]:
+    """Chain against plain, both decided on the device, every accepted count equally often."""
+    k = options.width - 1
+    plain = chain_of(sessions, options.capacity, vocabulary)
+    chain = chain_of(sessions, options.capacity, vocabulary)
+    table = sessions["draft"].bound["table"]
+    plan = Plan(k, vocabulary)
+    comparison = Comparison(chain, k, None, new, len(prompts) * new, bit_exact=False)
+    planned, distinct, done = Counter[int](), 0, 0
+    begin = time.monotonic()
+    for number, prompt in enumerate(prompts):
+        if time.monotonic() > end:
+            break
+        want = decode_plainly(plain, prompt, new)
+        length = table.spec.shape[0]
+        guesses, counts = plan.table(len(prompt), [*prompt, *want.tokens], length)
+        table.write(guesses)
+        comparison.add(number, want)
+        planned.update(counts)
+        distinct += len(set(want.tokens))
+        done += 1
+    differences = comparison.differences
+    return {
+        "prompts": done,
+        "tokens": comparison.tokens,
+        "distinct": distinct,
+        "mismatches": [dataclasses.asdict(m) for m in comparison.mismatches[:5]],
+        "mismatch_count": len(comparison.mismatches),
+        "accepted_counts": comparison.counts,
+        "planned_counts": [planned[c] for c in range(k + 1)],
+        "largest_logit_difference": differences.largest if differences else None,
+        "passed": comparison.passed,
+        "took_s": round(time.monotonic() - begin, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -561,6 +728,20 @@ def main() -> None:
             (f"fused-bf16-w{w}", lambda w=w: s.timed("ort-fused", "bf16", w, whole=False), 5)
             for w in (2, 3, 9)
         ],
+        ("generate-fused-bf16", lambda: s.generate("ort-fused", "bf16"), 15),
+        ("generate-stock-bf16", lambda: s.generate("ort-cuda", "bf16"), 25),
+        *[
+            (f"exact-demo-{p}-{d}", lambda p=p, d=d: s.exact_demo(p, d), 15)
+            for p in ("ort-fused", "ort-cuda", "portable")
+            for d in ("bf16", "fp16", "fp32")
+            if (p, d) != ("ort-cuda", "fp32")  # no fp32 kernel of this attention
+        ],
+        *[
+            (f"exact-slice-{p}-{d}", lambda p=p, d=d: s.exact_slice(p, d), 20)
+            for p, d in (("ort-fused", "bf16"), ("ort-cuda", "bf16"), ("ort-fused", "fp16"))
+        ],
+        ("grown-fused-bf16", lambda: s.grown("ort-fused", "bf16"), 20),
+        ("grown-stock-bf16", lambda: s.grown("ort-cuda", "bf16"), 40),
         ("stock-bf16", lambda: s.timed("ort-cuda", "bf16"), 20),
         ("kernels-stock-bf16", lambda: s.kernels("ort-cuda", "bf16"), 15),
         ("stock-bf16-w1", lambda: s.timed("ort-cuda", "bf16", 1, whole=False), 12),

@@ -35,7 +35,6 @@ from eagle_chain.engines.plans import layer_dtypes
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
-from eagle_chain.runtime.bench import Stand
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
@@ -48,6 +47,7 @@ from eagle_chain.runtime.measure import (
     state_bytes,
     weight_bytes,
 )
+from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.trt import TrtEngine, TrtSession, open_sessions
 from tests import qwen_9b
 

@@ -1,0 +1,125 @@
+"""What `bench` measures: the engines of a bundle, or of a published pair's sizes, random weights.
+
+Weights need not exist: random values made on the device are as fast and prove the speed without a
+download.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle_chain.engines.bound import read_bound
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.kernel_library import build_cuda, cache_folder
+from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.runtime.buffers import Buffer, Memory
+from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.load import Backend, open_engines
+from eagle_chain.runtime.measure import LOOKED_UP, random_tensors, weight_bytes
+from eagle_chain.runtime.ort_cuda import OrtCudaSession
+from eagle_chain.runtime.session import Session
+from eagle_chain.runtime.trt import TrtSession
+
+SHAPES = ("qwen3.5-9b",)
+DRAFT = ("draft", "draft_step")
+ENCODER = ("draft.fc.", "draft.fc_norm.", "draft.input_norm.")  # starts of its weights' names
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What is measured."""
+
+    sessions: Mapping[str, Session]
+    weights: Mapping[str, int]  # engine -> bytes of weights that one call reads
+    options: Options
+    label: str
+
+    @property
+    def memory(self) -> Memory:
+        """Where they run."""
+        return self.sessions["trunk"].memory
+
+
+def of_bundle(folder: Path, backend: Backend, threads: int | None) -> Engines:
+    """The engines of a bundle; errors as in `open_engines`."""
+    loaded = open_engines(folder, backend, threads=threads)
+    manifest, read = loaded.manifest, {}
+    for name, session in loaded.sessions.items():
+        if specs := _bound(session):
+            tied = name == "trunk" and manifest.trunk.tied_head
+            read[name] = weight_bytes(specs, tied_head=tied)
+        else:
+            read[name] = _stored_bytes(manifest, name)
+    label = f"{folder.name} on {loaded.backend}, profile {manifest.options.profile}"
+    return Engines(loaded.sessions, read, manifest.options, label)
+
+
+def _bound(session: Session) -> tuple[TensorSpec, ...]:
+    """The weights that an engine is given, none if they are part of it."""
+    if isinstance(session, TrtSession):
+        return session.engine.weights
+    return session.weights if isinstance(session, OrtCudaSession) else ()
+
+
+def _stored_bytes(manifest: Manifest, engine: str) -> int:
+    """Bytes that an engine's weights take in the checkpoint."""
+    total = 0
+    for name, weight in manifest.weights.items():
+        if name.startswith(ENCODER):
+            read = engine == "encoder"
+        elif name.startswith("draft."):
+            read = engine in DRAFT and not name.endswith(LOOKED_UP)
+        else:
+            tied = manifest.trunk.tied_head
+            read = engine == "trunk" and (tied or not name.endswith(LOOKED_UP))
+        total += weight.nbytes * read
+    return total
+
+
+def of_shapes(folder: Path, name: str, options: Options, shared: Engines | None = None) -> Engines:
+    """Engines of a published pair's sizes; `shared` lends its device and its weights.
+
+    A trunk for one row comes alone: no draft stands behind it.
+    """
+    memory = shared.memory if shared else CudaMemory()
+    assert isinstance(memory, CudaMemory), "shapes are measured on a GPU"
+    given = {f"--{field}": getattr(options, field) for field in ("width", "capacity", "dtype")}
+    given |= {"--profile": options.profile} | ({"--kv": options.kv} if options.kv else {})
+    command = [sys.executable, "-m", "eagle_chain.export.shapes", name, "-o", str(folder)]
+    subprocess.run([*command, *(str(w) for pair in given.items() for w in pair)], check=True)
+    described = json.loads((folder / "shapes.json").read_text())
+    trunk = TrunkConfig.from_plain(described["trunk"], "trunk")
+    specs = engine_specs(trunk, DraftConfig.from_plain(described["draft"], "draft"), options)
+    library = None
+    if options.profile == "ort-fused":
+        library = build_cuda(cache_folder(), memory.info.compute_capability)
+    sessions = {}
+    for engine in specs if options.width > 1 else ("trunk",):
+        model = read_bound(folder / f"{engine}.onnx", options.dtype)
+        sessions[engine] = OrtCudaSession(model, specs[engine], memory, library=library)
+    _give(sessions, memory, shared)
+    read = {
+        engine: weight_bytes(session.weights, tied_head=engine == "trunk" and trunk.tied_head)
+        for engine, session in sessions.items()
+    }
+    return Engines(sessions, read, options, f"{name}, profile {options.profile}")
+
+
+def _give(
+    sessions: Mapping[str, OrtCudaSession], memory: CudaMemory, shared: Engines | None
+) -> None:
+    """Random weights, those of the engines that are measured already where they are the same."""
+    held: dict[TensorSpec, Buffer] = {}
+    for session in shared.sessions.values() if shared else ():
+        assert isinstance(session, OrtCudaSession), "shapes run on this backend"
+        held |= {spec: session.bound[spec.name] for spec in session.weights}
+    wanted = dict.fromkeys(spec for session in sessions.values() for spec in session.weights)
+    made = held | random_tensors((spec for spec in wanted if spec not in held), memory)
+    for session in sessions.values():
+        session.bound = {spec.name: made[spec] for spec in session.weights}
