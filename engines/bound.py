@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 _ONNX = {"fp32": 1, "int32": 6, "fp16": 10, "bf16": 16}  # onnx.TensorProto's numbers
 
 
-def with_bound_weights(model: onnx.ModelProto, *, converted: str = "") -> onnx.ModelProto:
+def with_bound_weights(
+    model: onnx.ModelProto, *, converted: str = "", stored: Collection[str] = ()
+) -> onnx.ModelProto:
     """A copy of `model` whose external initialisers are inputs of the same name and shape.
 
     Constants stored inside the graph stay where they are. The copy has no tie to any file, which
@@ -24,6 +26,7 @@ def with_bound_weights(model: onnx.ModelProto, *, converted: str = "") -> onnx.M
         converted: The compute dtype ("bf16"), to do without casts: a weight that the graph only
             ever uses after one and the same cast enters in the dtype of that cast, and whoever
             uploads it converts it, once. Empty: every weight enters as it is stored.
+        stored: Weights that enter as they are stored all the same.
     """
     import onnx
 
@@ -38,7 +41,7 @@ def with_bound_weights(model: onnx.ModelProto, *, converted: str = "") -> onnx.M
     dtypes = {name: tensor.data_type for name, tensor in weights.items()}
     if converted:
         users = _users(graph.node)
-        for name in weights:
+        for name in [name for name in weights if name not in stored]:
             casts, wanted = _casts(name, dtypes[name], users, _ONNX[converted])
             if len(wanted) == 1:
                 dtypes[name] = wanted.pop()
@@ -49,12 +52,15 @@ def with_bound_weights(model: onnx.ModelProto, *, converted: str = "") -> onnx.M
     return bound
 
 
-def read_bound(path: Path, dtype: str) -> bytes:
-    """The graph in a file with its weights as inputs, for the compute dtype `dtype`."""
+def read_bound(path: Path, dtype: str, stored: Collection[str] = ()) -> bytes:
+    """The graph in a file with its weights as inputs, for the compute dtype `dtype`.
+
+    Those in `stored` are inputs as they are stored.
+    """
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    content: bytes = with_bound_weights(model, converted=dtype).SerializeToString()
+    content: bytes = with_bound_weights(model, converted=dtype, stored=stored).SerializeToString()
     return content
 
 

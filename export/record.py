@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
     manifest = Manifest.load(arguments.bundle)
     options = manifest.options
-    rounds = schedule(options.width, options.capacity)
+    rounds = schedule(options.width, options.capacity, options.prefill)
     with recording_folder(arguments.output) as folder, phases("reference") as show:
         show("reading weights", 0, 0)
         teacher = Teacher(reference_sessions(arguments.bundle, manifest), manifest)

@@ -31,18 +31,17 @@ from eagle_chain.export.eager import (
     trunk_session,
     zero_states,
 )
+from eagle_chain.export.eager_prefill import draft_prefill_session, prefill_session
 from eagle_chain.export.weight_files import StoredTensor
 
 Tensors = dict[str, Tensor]
-WIDE = ("prefill", "draft_prefill")  # not played: what they compute the others compute as well
 
 
 def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSession]:
     """A PyTorch engine for each engine of a bundle, in fp32 from its weight files.
 
     Raises:
-        InputError: The bundle has an engine that the reference has no counterpart of, those for
-            prompts aside.
+        InputError: The bundle has an engine that the reference has no counterpart of.
     """
     options = replace(
         manifest.options,
@@ -54,7 +53,8 @@ def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSessi
     stored = stored_tensors(folder, manifest, "")
     trunk, config = load_weights(stored, "fp32", stored=table), manifest.draft
     makers: dict[str, Callable[[], EagerSession]] = {
-        "trunk": lambda: trunk_session(trunk, manifest.trunk, manifest.aux_layers, options)
+        "trunk": lambda: trunk_session(trunk, manifest.trunk, manifest.aux_layers, options),
+        "prefill": lambda: prefill_session(trunk, manifest.trunk, manifest.aux_layers, options),
     }
     if config is not None:
         own = stored_tensors(folder, manifest, "draft.")
@@ -63,14 +63,15 @@ def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSessi
             "encoder": lambda: encoder_session(draft, config, options),
             "draft": lambda: draft_session(draft, embedding, config, options.width, options),
             "draft_step": lambda: draft_session(draft, embedding, config, 1, options),
+            "draft_prefill": lambda: draft_prefill_session(draft, embedding, config, options),
         }
-    unknown = sorted(manifest.specs.keys() - makers.keys() - {*WIDE})
+    unknown = sorted(manifest.specs.keys() - makers.keys())
     if unknown:
         raise InputError(
             f"{folder}: there is no PyTorch reference for {', '.join(unknown)}, so that parity "
             "cannot check this bundle; export one without"
         )
-    return {name: makers[name]() for name in manifest.specs if name in makers}
+    return {name: makers[name]() for name in manifest.specs}
 
 
 def stored_tensors(folder: Path, manifest: Manifest, prefix: str) -> Checkpoint:
@@ -106,36 +107,65 @@ class Teacher:
             self.states |= zero_states(session.spec)
         self._random = np.random.default_rng(seed)
         self._calls: list[Call] = []
+        self._whole, self._number = False, 0
 
     def calls(self, rounds: tuple[Round, ...], *, whole: bool) -> Iterator[Call]:
         """Every call of every engine in order; see `Call` for `whole`."""
+        self._whole = whole
         prompt = [round.rows for round in rounds if round.accepted == PROMPT]
         ids = self._random.integers(0, self.vocabulary, sum(prompt)).tolist()
         position = kept = 0
         pending = -1
-        for number, round in enumerate(rounds):
+        for self._number, round in enumerate(rounds):
             if round.at_end:
                 position = self.manifest.options.capacity - 1
             counters = {"position": position, "rows": round.rows, "kept": kept}
             if round.accepted == PROMPT:
                 row, ids = ids[: round.rows], ids[round.rows :]
+                choices = self._prompt(row, ids, round.wide, counters)
             else:
-                row = self._drafted(pending, round, counters)
-            fed = {"ids": _ints(*row, *[-1] * (self.width - len(row)))}
-            fed |= {name: _ints(value) for name, value in counters.items()}
-            out = self._run("trunk", fed, number, whole)
-            choices = out["next_ids"].tolist()
-            if -1 in choices[: round.rows]:
-                raise InputError(f"the reference's logits in round {number} are not finite")
-            pending = choices[round.kept - 1]
-            follows = torch.from_numpy(np.array(choices, np.int32))
-            if round.accepted == PROMPT:  # the prompt shifted by one, and what comes behind it
-                behind = ids[0] if ids else pending
-                follows = _ints(*row[1:], behind, *[-1] * (self.width - len(row)))
-            self._draft(follows, out, position, round.kept - 1, number, whole)
+                choices = self._verify(self._drafted(pending, round, counters), round, counters)
+            if -1 in choices:
+                raise InputError(
+                    f"the reference's logits in round {self._number} are not finite: a weight or "
+                    "an activation overflows fp32"
+                )
+            pending = choices[-1]
             yield from self._calls
             self._calls.clear()
-            kept, position = round.kept, position + round.kept
+            kept, position = round.kept, position + round.joins
+
+    def _prompt(
+        self, row: list[int], behind: list[int], wide: bool, counters: Mapping[str, int]
+    ) -> list[int]:
+        """Feed a part of the prompt, `behind` what comes after it; the choices of its rows."""
+        engine = "prefill" if wide else "trunk"
+        width = self.manifest.specs[engine].inputs[0].shape[0]
+        out = self._run(engine, self._fed(row, width, counters))
+        choices: list[int] = out["pending" if wide else "next_ids"].tolist()[: len(row)]
+        # the prompt shifted by one: never the trunk's choices, but behind its end
+        follows = behind[0] if behind else choices[-1]
+        shifted = _padded([*row[1:], follows], width)
+        if wide and "draft_prefill" in self.sessions:
+            places = {name: _ints(counters[name]) for name in ("position", "rows")}
+            fed = {"ids": shifted, "features": out["features"], **places}
+            self._run("draft_prefill", fed)
+        elif not wide:
+            self._draft(shifted, out, counters["position"], len(row) - 1)
+        return choices
+
+    def _verify(self, row: list[int], round: Round, counters: Mapping[str, int]) -> list[int]:
+        """Let the trunk judge drafts; its choices up to the one that is pending now."""
+        out = self._run("trunk", self._fed(row, self.width, counters))
+        self._draft(out["next_ids"], out, counters["position"], round.accepted)
+        choices: list[int] = out["next_ids"].tolist()
+        return choices[: round.joins]
+
+    def _fed(self, row: list[int], width: int, counters: Mapping[str, int]) -> Tensors:
+        return {
+            "ids": _padded(row, width),
+            **{name: _ints(value) for name, value in counters.items()},
+        }
 
     def _drafted(self, pending: int, round: Round, counters: Mapping[str, int]) -> list[int]:
         """The pending token and drafts of which the trunk confirms exactly `round.accepted`.
@@ -145,8 +175,7 @@ class Teacher:
         """
         drafts = [pending] * (round.rows - 1)
         while True:
-            row = [pending, *drafts, *[-1] * (self.width - round.rows)]
-            fed = {"ids": _ints(*row), **{n: _ints(v) for n, v in counters.items()}}
+            fed = self._fed([pending, *drafts], self.width, counters)
             session = self.sessions["trunk"]
             out = session.run({**fed, **self._states_of(session)})
             better = out["next_ids"].tolist()[: round.rows - 1]
@@ -156,23 +185,21 @@ class Teacher:
                 return [pending, *drafts]
             drafts = better
 
-    def _draft(
-        self, ids: Tensor, trunk: Tensors, position: int, row: int, number: int, whole: bool
-    ) -> None:
+    def _draft(self, ids: Tensor, trunk: Tensors, position: int, row: int) -> None:
         """What an EAGLE-3 draft does after a trunk call: encode, extend, single steps."""
         if "encoder" not in self.sessions:
             return
-        g = self._run("encoder", {"features": trunk["features"]}, number, whole)["g"]
+        g = self._run("encoder", {"features": trunk["features"]})["g"]
         fed = {"ids": ids, "g": g, "position": _ints(position), "row": _ints(row)}
-        guess = self._run("draft", fed, number, whole)
+        guess = self._run("draft", fed)
         for _ in range(STEPS):
             fed = {
                 **{"ids": guess["token"], "g": guess["g_next"]},
                 **{"position": guess["next_position"], "row": _ints(0)},
             }
-            guess = self._run("draft_step", fed, number, whole)
+            guess = self._run("draft_step", fed)
 
-    def _run(self, engine: str, fed: Tensors, number: int, whole: bool) -> Tensors:
+    def _run(self, engine: str, fed: Tensors) -> Tensors:
         """One call, noted; the states move on."""
         session = self.sessions[engine]
         spec = self.manifest.specs[engine]
@@ -180,13 +207,13 @@ class Teacher:
         fed = {name: value.to(taken[name]).to(value.dtype) for name, value in fed.items()}
         states = self._states_of(session)
         out = session.run({**fed, **states})
-        inputs = {**fed, **states} if whole else fed
+        inputs = {**fed, **states} if self._whole else fed
         grown = int(fed["position"]) + len(fed["ids"]) if session.spec.states else 0
-        cut = {} if whole else {s.output: s.rows_axis for s in session.spec.states}
+        cut = {} if self._whole else {s.output: s.rows_axis for s in session.spec.states}
         self._calls.append(
             Call(
                 engine,
-                number,
+                self._number,
                 {name: _array(value, taken.get(name)) for name, value in inputs.items()},
                 {name: _array(_head(value, cut.get(name), grown)) for name, value in out.items()},
             )
@@ -204,10 +231,16 @@ def _head(value: Tensor, axis: int | None, rows: int) -> Tensor:
 
 
 def _array(value: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """A copy for NumPy, which has no bf16: such values stay fp32."""
+    """A copy for NumPy, which has no bf16: such values are fp32."""
     if dtype == torch.float16:
         value = value.to(dtype)
+    elif value.dtype == torch.bfloat16:
+        value = value.to(torch.float32)
     return np.array(value.contiguous().numpy())
+
+
+def _padded(ids: list[int], width: int) -> Tensor:
+    return _ints(*ids, *[-1] * (width - len(ids)))
 
 
 def _ints(*values: int) -> Tensor:

@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import Call
 from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.runtime.kv_planes import decoded, plane_of
 from eagle_chain.runtime.player import Arrays
 from eagle_chain.runtime.tolerances import (
     CHOICES,
     CHOSEN,
+    DRAFTED,
     NEAR_TIE,
     Tolerance,
     kind_of,
+    limits_of,
     tolerance,
 )
 
@@ -103,6 +106,16 @@ def distance(got: Array, want: Array) -> Distance:
     return Distance(max(0.0, 1 - cosine), abs(ours / theirs - 1), float(error.max()))
 
 
+@dataclass
+class _Planes:
+    """The planes of one KV cache, and the first of them in the spec."""
+
+    tensor: TensorSpec
+    place: int
+    got: Arrays = field(default_factory=dict)
+    want: Arrays = field(default_factory=dict)
+
+
 class Comparison:
     """The verdicts on a bundle, filled call by call.
 
@@ -113,6 +126,7 @@ class Comparison:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self._dtype = limits_of(manifest.options)
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.unknown: dict[str, None] = {}
         self._axes = {
@@ -137,12 +151,17 @@ class Comparison:
     def first_fault(self) -> Verdict | None:
         """The first tensor that is too far off: first layer, first round, first in the graph.
 
-        Within a layer the round comes first, as what is wrong in one call enters the next.
+        Of the engine that failed first: its states may be another's as well. Within a layer the
+        round comes first, as what is wrong in one call enters the next.
         """
         failed = [verdict for verdict in self.ordered() if verdict.failed]
+        rounds = {v.engine: AFTER for v in failed}
+        for v in failed:
+            rounds[v.engine] = min(rounds[v.engine], *v.failed)
         return min(
             failed,
             key=lambda v: (
+                rounds[v.engine],
                 self._engines.index(v.engine),
                 v.order[0],
                 min(v.failed),
@@ -156,32 +175,63 @@ class Comparison:
         if call.engine not in self._engines:
             self._engines.append(call.engine)
         tie = False
+        planes: dict[str, _Planes] = {}
         for place, tensor in enumerate(self.manifest.specs[call.engine].all_outputs):
-            want = call.outputs.get(tensor.name)
-            if want is None:
+            want, plane = call.outputs.get(tensor.name), plane_of(tensor.name)
+            here = got[tensor.name]
+            if want is not None and self._has_rows(call, tensor):  # the others are padding
+                here, want = (values[: int(call.inputs["rows"][0])] for values in (here, want))
+            if want is not None and plane is not None:
+                cache = planes.setdefault(plane[0], _Planes(tensor, place))
+                cache.got[plane[1]], cache.want[plane[1]] = here, want
+            elif want is None:
                 self.unknown[f"{call.engine}: {tensor.name.removesuffix('.next')}"] = None
-            elif tensor.name in CHOICES:
-                tie |= self._choices(call, tensor, place, got[tensor.name], want)
+            elif self._is_choice(call.engine, tensor.name):
+                tie |= self._choices(call, tensor, place, here, want)
             elif tensor.dtype == "int32":
                 if not (tie and tensor.name in CHOSEN):
-                    self._numbers(call, tensor, place, got[tensor.name], want)
+                    self._numbers(call, tensor, place, here, want)
             else:
-                self._floats(call, tensor, place, got[tensor.name], want)
+                self._floats(call, tensor, place, here, want)
+        for name, cache in planes.items():
+            rows = next(iter(cache.want.values())).shape[2]  # a recording may end at the last one
+            ours = {suffix: values[:, :, :rows] for suffix, values in cache.got.items()}
+            pair = decoded(ours), decoded(cache.want)
+            self._floats(call, cache.tensor, cache.place, *pair, label=name)
 
-    def _floats(self, call: Call, tensor: TensorSpec, place: int, got: Array, want: Array) -> None:
+    def _has_rows(self, call: Call, tensor: TensorSpec) -> bool:
+        """Whether a plain output has a row for each id of a call that may have fewer."""
+        ids = call.inputs.get("ids", ())
+        plain = not tensor.name.endswith(".next")
+        return "rows" in call.inputs and plain and tensor.shape[0] == len(ids) > 1
+
+    def _is_choice(self, engine: str, name: str) -> bool:
+        """Whether ids are an argmax of the engine's logits, and not picked from such."""
+        alone = all(t.name != "next_ids" for t in self.manifest.specs[engine].outputs)
+        return name in CHOICES or (name == "pending" and alone)
+
+    def _floats(
+        self,
+        call: Call,
+        tensor: TensorSpec,
+        place: int,
+        got: Array,
+        want: Array,
+        label: str = "",
+    ) -> None:
         axis = self._axes.get((call.engine, tensor.name))
         if axis is not None:  # rows that no call has reached hold nothing
             start = int(call.inputs["position"][0])
             end = start + len(call.inputs["ids"])
-            verdict = self._verdict(call, tensor, place)
+            verdict = self._verdict(call, tensor, place, label)
             whole, new = (
                 distance(_rows(got, axis, first, end), _rows(want, axis, first, end))
                 for first in (0, start)
             )
             verdict.note(whole.worst(new), call.round)
             return
-        for label, layer, ours, theirs in self._parts(tensor, got, want):
-            verdict = self._verdict(call, tensor, place, label, layer)
+        for part, layer, ours, theirs in self._parts(tensor, got, want):
+            verdict = self._verdict(call, tensor, place, part, layer)
             verdict.note(distance(ours, theirs), call.round)
 
     def _parts(
@@ -210,11 +260,11 @@ class Comparison:
         logits = call.outputs["logits"]
         verdict = self._verdict(call, tensor, place)
         verdict.calls += 1
-        limit = NEAR_TIE * tolerance(self.manifest.options.dtype, "logits").error
+        limit = NEAR_TIE * tolerance(self._dtype, "logits").error
         wrong = np.flatnonzero(got != want)
         for row in wrong:
             second, first = np.partition(logits[row], -2)[-2:]
-            gap = first - (logits[row, got[row]] if CHOICES[tensor.name] else second)
+            gap = first - (second if tensor.name in DRAFTED else logits[row, got[row]])
             if got[row] < 0 or gap > limit * np.sqrt(np.mean(np.square(logits[row]))):
                 verdict.failed.append(call.round)
                 return True
@@ -239,7 +289,7 @@ class Comparison:
             # states come before what is computed from them, ids are chosen last
             rank = 0 if tensor.name.endswith(".next") else 1 if kind else 2
             order = (AFTER if layer is None else layer, rank * AFTER + place)
-            limit = None if kind is None else tolerance(self.manifest.options.dtype, kind)
+            limit = None if kind is None else tolerance(self._dtype, kind)
             self.verdicts[key] = Verdict(
                 call.engine, label, tensor.dtype, kind or "ids", order, limit
             )

@@ -16,6 +16,7 @@ from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain, Rollback
 from eagle_chain.runtime.drafters import Drafter, DraftKV, EagleDrafter, NoDrafter
 from eagle_chain.runtime.ort import OrtSession
+from eagle_chain.runtime.ort_bound import open_bound
 from eagle_chain.runtime.prefill import Follower, Prefill
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.tokenizer import stop_token_ids
@@ -138,33 +139,52 @@ def load(
 
 
 def open_engines(
-    bundle: str | os.PathLike[str], backend: Backend = "auto", *, threads: int | None = None
+    bundle: str | os.PathLike[str],
+    backend: Backend = "auto",
+    *,
+    threads: int | None = None,
+    bound: bool = False,
 ) -> Engines:
-    """Load the engines of a bundle once, for several chains; arguments and errors as in `load`."""
-    if backend not in BACKENDS:
-        raise InputError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    """Load the engines of a bundle once, for several chains; arguments and errors as in `load`.
+
+    `bound` is for ONNX Runtime on a CPU: see `open_bound`.
+    """
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise InputError(f"threads is {threads}, expected 1 to {MOST_THREADS}")
     folder = Path(bundle)
     manifest = Manifest.load(folder)
+    backend = backend_for(folder, manifest, backend)
     stop_ids = stop_token_ids(folder) | set(manifest.trunk.eos_ids)
-    if backend == "auto":
-        backend = _best(manifest)
     if backend in FLAVOURS:
         return Engines(manifest, backend, *trt.open_sessions(folder, manifest, backend), stop_ids)
     if backend == "onnxruntime-cuda":
         return Engines(manifest, backend, *ort_cuda.open_sessions(folder, manifest), stop_ids)
-    if manifest.options.dtype == "bf16":
-        raise InputError(
-            f"{folder}: was exported as bf16, which ONNX Runtime has no CPU kernels for; "
-            "export it again with --dtype fp32, or use --backend onnxruntime-cuda on a GPU"
-        )
+    if bound:
+        return Engines(manifest, backend, *open_bound(folder, manifest, threads), stop_ids)
     memory = HostMemory()
     sessions: dict[str, Session] = {
         name: OrtSession(folder / f"{name}.onnx", spec, memory, manifest.files, threads=threads)
         for name, spec in manifest.specs.items()
     }
     return Engines(manifest, backend, memory, sessions, stop_ids)
+
+
+def backend_for(folder: Path, manifest: Manifest, backend: Backend) -> Backend:
+    """The backend that a name stands for, "auto" as well; whether it can run here shows later.
+
+    Raises:
+        InputError: There is no such backend, or it has no kernels for the bundle.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = _best(manifest)
+    if backend == "onnxruntime-cpu" and manifest.options.dtype == "bf16":
+        raise InputError(
+            f"{folder}: was exported as bf16, which ONNX Runtime has no CPU kernels for; "
+            "export it again with --dtype fp32, or use --backend onnxruntime-cuda on a GPU"
+        )
+    return backend
 
 
 def _best(manifest: Manifest) -> Backend:

@@ -13,15 +13,22 @@ from typing import Any
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import FLAVOURS
-from eagle_chain.engines.manifest import PROFILES, Manifest
+from eagle_chain.engines.manifest import PREFILL_STEP, PROFILES, Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
 from eagle_chain.engines.recording import Recording, read_calls, read_index
 from eagle_chain.engines.spec import DTYPES
 from eagle_chain.runtime.comparison import Comparison, Distance, Verdict
-from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, Engines, open_engines
+from eagle_chain.runtime.load import (
+    BACKEND_HELP,
+    BACKENDS,
+    Engines,
+    backend_for,
+    open_engines,
+)
 from eagle_chain.runtime.player import Player
 
+WIDE = 64  # rows of a prompt call, with --layers
 SHOWN = 12  # tensors out of tolerance that people are shown; the JSON has them all
 
 
@@ -69,12 +76,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
         if arguments.save is not None:
             return dispatch(["record", str(bundle), "-o", str(arguments.save)])
         manifest, folder = Manifest.load(bundle), arguments.load
+        backend = backend_for(bundle, manifest, arguments.backend)  # before the work begins
         if folder is None:
             folder = temporary / "reference"
             dispatch(["record", str(bundle), "-o", str(folder), "--part"])
         recording = read_index(folder)
         recording.check(manifest, folder)
-        engines = open_engines(bundle, arguments.backend, threads=arguments.threads)
+        lean = arguments.layers is not None
+        engines = open_engines(bundle, backend, threads=arguments.threads, bound=lean)
         comparison = _compare(engines, folder, recording)
     report = _report(arguments, engines, recording, comparison)
     _print_report(report, comparison, everything=arguments.all)
@@ -98,7 +107,9 @@ def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
             "checkpoints: run it on a bundle that links to them (export without --weights copy)"
         )
     words = [*manifest.arguments, "--weights", "link", "--layers", str(arguments.layers)]
-    words += ["--capacity", str(min(arguments.capacity, manifest.options.capacity))]
+    capacity = min(arguments.capacity, manifest.options.capacity)
+    prefill = min(manifest.options.prefill, WIDE, capacity // PREFILL_STEP * PREFILL_STEP)
+    words += ["--capacity", str(capacity), "--prefill", str(prefill)]
     words += ["--debug", ",".join(dict.fromkeys((*manifest.options.debug, "logits")))]
     for option in ("dtype", "profile"):
         if value := getattr(arguments, option):
@@ -241,7 +252,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     if verdict.layer is not None:
         place = f"layer {verdict.layer}, {place}"
     numbers = (f"{value:.1e}" for value in (worst.cosine, worst.norm, worst.error))
-    limit = f"{verdict.limit.error:.0e}"
+    limit = f"{verdict.limit.error:.1e}"
     return verdict.engine, line.label, place, *numbers, limit, state
 
 

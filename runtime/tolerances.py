@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.runtime.kv_planes import plane_of
 
 NEAR_TIE = 4  # a choice may trail by so many times the error of logits, over their typical size
-# Ids that are an argmax, and whether they index the logits of the engine.
-CHOICES = {"next_ids": True, "token": False}
+CHOICES = ("next_ids", "token")  # ids that are an argmax
+DRAFTED = ("token",)  # of them, those that went through d2t: they do not index the logits
 CHOSEN = ("accepted", "pending", "next_kept", "next_position")  # what follows from `next_ids`
 
 
@@ -48,6 +49,7 @@ _TOLERANCES = {
         "log": Tolerance(1e-5, 4e-3, 1.5e-2),
         "window": Tolerance(1e-5, 1e-3, 1.5e-2),
         "kv": Tolerance(1e-5, 3e-3, 8e-3),
+        "codes": Tolerance(2e-4, 5e-3, 3e-2),
         "logits": Tolerance(1e-5, 5e-3, 8e-3),
         STREAM: Tolerance(1e-5, 4e-3, 1e-2),
     },
@@ -56,6 +58,7 @@ _TOLERANCES = {
         "log": Tolerance(7e-4, 3e-2, 1e-1),
         "window": Tolerance(7e-4, 6e-3, 1.2e-1),
         "kv": Tolerance(7e-4, 2e-2, 6e-2),
+        "codes": Tolerance(3e-3, 3e-2, 1e-1),
         "logits": Tolerance(7e-4, 4e-2, 7e-2),
         STREAM: Tolerance(7e-4, 4e-2, 1e-1),
     },
@@ -66,7 +69,18 @@ def kind_of(tensor: TensorSpec) -> str | None:
     """The row of the table for a tensor; None for whole numbers."""
     if tensor.dtype == "int32":
         return None
+    if plane_of(tensor.name):
+        return "codes"
     return KINDS.get(tensor.name.removesuffix(".next").rpartition(".")[2], STREAM)
+
+
+def limits_of(options: Options) -> str:
+    """The dtype whose limits hold for a bundle: not fp32 if its KV rows are rounded further.
+
+    A code of a quantised row that lies between two may go either way, and what is read of it goes
+    through all that follows.
+    """
+    return "fp16" if options.dtype == "fp32" and options.kv_type != "fp32" else options.dtype
 
 
 def tolerance(dtype: str, kind: str) -> Tolerance:

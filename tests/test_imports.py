@@ -25,6 +25,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
     "torch": {
         "export/checkpoint.py",
         "export/eager.py",
+        "export/eager_prefill.py",
         "export/kv_reference.py",
         "export/reference.py",
         "export/teacher.py",

@@ -10,18 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.engines.schedule import PROMPT, schedule
+from eagle_chain.export import kv_reference
 from eagle_chain.export.few_layers import remapped
+from eagle_chain.runtime import kv_planes
 from eagle_chain.runtime.comparison import Comparison, distance
 from eagle_chain.runtime.player import Player
 from tests.torch_engine import torch_engines
 from tests.toy_pair import write_pair
 
+CACHES = ("layers.3", "layers.7", "draft")
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 
 
@@ -38,13 +42,15 @@ def report(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("pair"), tokenizer=True)
+    folder = tmp_path_factory.mktemp("pair")
+    return write_pair(folder, tokenizer=True, draft_sizes={"head_dim": 32})
 
 
 @pytest.fixture(scope="module")
 def bundle(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "toy"
-    command("export", *pair, "-o", folder, "--capacity", "64", "--debug", "logits,S_rows")
+    words = ["--capacity", "64", "--prefill", "0", "--debug", "logits,S_rows"]
+    command("export", *pair, "-o", folder, *words)
     return folder
 
 
@@ -60,7 +66,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A bundle of the shipped pair and its recording."""
     folder = tmp_path_factory.mktemp("demo")
     pair = DEMO / "trunk", DEMO / "draft"
-    command("export", *pair, "-o", folder / "bundle", "--capacity", "64", "--debug", "logits")
+    words = ["--capacity", "64", "--prefill", "0", "--debug", "logits"]
+    command("export", *pair, "-o", folder / "bundle", *words)
     command("parity", folder / "bundle", "--save", folder / "recording")
     return folder / "bundle", folder / "recording"
 
@@ -70,9 +77,28 @@ def test_rounds_go_through_every_accepted_count(width: int) -> None:
     rounds = schedule(width, 4096)
     counts = [r.accepted for r in rounds if r.rows == width and r.accepted != PROMPT]
     assert set(counts) == set(range(width))
-    assert all(round.kept <= round.rows <= width for round in rounds)
+    assert all(round.joins <= round.rows <= width for round in rounds)
     assert {r.rows for r in rounds if r.accepted == PROMPT} == {width, (width + 1) // 2}
     assert any(round.rows == 1 for round in rounds) and rounds[-1].at_end
+
+
+@pytest.mark.parametrize(
+    ("width", "capacity", "prefill"),
+    [(5, 160, 32), (5, 64, 32), (5, 64, 64), (9, 4096, 512), (2, 40, 32), (5, 39, 32)],
+)
+def test_wide_calls_fit_where_they_stand(width: int, capacity: int, prefill: int) -> None:
+    rounds = schedule(width, capacity, prefill)
+    assert [r for r in rounds if not r.wide] == list(schedule(width, capacity))
+    position, written = 0, 0
+    for round in rounds[:-1]:
+        written = position + (prefill if round.wide else width)
+        assert round.rows >= 1 and written <= capacity + width
+        position += round.joins
+    assert position <= capacity
+    wide = [r for r in rounds if r.wide]
+    assert wide and all(r.kept == 0 and r.rows <= prefill for r in wide)
+    if capacity >= 2 * prefill + 60:  # one resumes from a trunk call, the other from a wide one
+        assert len(wide) == 2 and rounds[0].kept == width and rounds[1].wide
 
 
 def test_a_capacity_that_holds_no_rounds_is_refused() -> None:
@@ -82,10 +108,8 @@ def test_a_capacity_that_holds_no_rounds_is_refused() -> None:
 
 def test_the_bundle_is_right(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, "parity", bundle)
-    assert found["passed"] and found["first_fault"] is None
-    wide = {"prefill", "draft_prefill"}  # tests/test_prefill.py compares them
-    assert set(found["not_compared"]) == {f"{name}: all of it" for name in wide}
-    specs = {n: s for n, s in Manifest.load(bundle).specs.items() if n not in wide}
+    assert found["passed"] and found["first_fault"] is None and not found["not_compared"]
+    specs = Manifest.load(bundle).specs
     wanted = {
         (name, t.name.removesuffix(".next")) for name, s in specs.items() for t in s.all_outputs
     }
@@ -95,6 +119,46 @@ def test_the_bundle_is_right(bundle: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(t["calls"] == 12 for t in found["tensors"] if t["engine"] == "trunk")
     hidden = next(t for t in found["tensors"] if t["tensor"] == "hidden")
     assert 0 < hidden["worst"]["error"] < hidden["limit"]["error"]  # two computations, not one
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--prefill", "32"],
+        ["--prefill", "0", "--kv", "q8_0/q5_1"],
+        ["--prefill", "0", "--kv", "fp16"],
+        ["--prefill", "64", "--profile", "standard", "--width", "2"],
+    ],
+    ids=" ".join,
+)
+def test_other_bundles_are_right(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+) -> None:
+    command("export", *pair, "-o", tmp_path / "b", "--capacity", "96", *options)
+    found = report(capsys, "parity", tmp_path / "b")
+    assert found["passed"] and not found["not_compared"]
+    assert {t["engine"] for t in found["tensors"]} == set(Manifest.load(tmp_path / "b").specs)
+    caches = {t["tensor"] for t in found["tensors"] if t["kind"] in ("kv", "codes")}
+    assert caches == {f"{cache}.{part}" for cache in CACHES for part in ("key", "value")}
+
+
+@pytest.mark.parametrize(("kind", "dims"), [("q8_0", 64), ("q5_1", 96)])
+def test_planes_are_read_as_the_reference_reads_them(kind: str, dims: int) -> None:
+    random = np.random.default_rng(0)
+    blocks = dims // 32
+    planes = {"scale": random.standard_normal((1, 2, 3, blocks)).astype(np.float16)}
+    if kind == "q8_0":
+        planes["codes"] = random.integers(-127, 128, (1, 2, 3, dims), np.int8)
+    else:
+        planes["min"] = random.standard_normal((1, 2, 3, blocks)).astype(np.float16)
+        planes["nibbles"] = random.integers(-128, 128, (1, 2, 3, dims // 2), np.int8)
+        planes["high"] = random.integers(-128, 128, (1, 2, 3, dims // 8), np.int8)
+    tensors = {f".{name}": torch.from_numpy(plane) for name, plane in planes.items()}
+    want = kv_reference.decoded(tensors, torch.float32).numpy()
+    assert np.array_equal(kv_planes.decoded(planes), want)
 
 
 def test_what_is_saved_is_all_that_loading_needs(

@@ -41,7 +41,8 @@ from tests.planted import (
 from tests.toy_pair import write_pair
 
 LAYERS, AUX = 8, (1, 3, 6)  # three linear, one full, three linear, one full
-ENGINES = ("trunk", "encoder", "draft", "draft_step")
+SHARED = (("trunk", "prefill"), ("draft", "draft_step", "draft_prefill"))  # have their states
+ENGINES = ("trunk", "encoder", "draft", "draft_step", "prefill", "draft_prefill")
 
 
 class Bench:
@@ -50,7 +51,16 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.bundle, self.folder = folder / "bundle", folder / "recording"
         pair = write_pair(folder, layers=LAYERS, aux=list(AUX), tokenizer=True)
-        words = ["--capacity", "40", "--debug", "logits", "--aux-layers", "1,3,6"]
+        words = [
+            "--capacity",
+            "90",
+            "--prefill",
+            "32",
+            "--debug",
+            "logits",
+            "--aux-layers",
+            "1,3,6",
+        ]
         assert main(["export", *map(str, pair), "-o", str(self.bundle), *words]) == 0
         assert main(["parity", str(self.bundle), "--save", str(self.folder)]) == 0
         self.manifest = Manifest.load(self.bundle)
@@ -86,10 +96,9 @@ class Bench:
         return comparison
 
     def around(self, engine: str, session: BoundSession) -> dict[str, BoundSession]:
-        """One engine, and the one that shares its states as exported."""
-        others = {"draft": "draft_step", "draft_step": "draft"}
-        shared = {others[engine]: self.sessions[others[engine]]} if engine in others else {}
-        return {engine: session, **shared}
+        """One engine, and those that share its states as exported."""
+        group = next((names for names in SHARED if engine in names), ())
+        return {**{name: self.sessions[name] for name in group}, engine: session}
 
     def fault(self, engine: str, session: BoundSession) -> Verdict:
         """The first fault of one engine."""
@@ -108,10 +117,13 @@ def weights_of(engine: str, manifest: Manifest) -> list[str]:
     """Every weight tensor of a graph, as the checkpoint's own list has it."""
     assert manifest.draft is not None
     draft = [f"draft.{name}" for name in draft_shapes(manifest.draft) if name != "t2d"]
-    if engine == "trunk":
+    if engine in ("trunk", "prefill"):
         return list(trunk_shapes(manifest.trunk))
     if engine == "encoder":
         return ["draft.fc.weight"]
+    if engine == "draft_prefill":  # keys and values, and what they are made of
+        parts = ("fc", "input_layernorm", "hidden_norm", "k_proj", "v_proj")
+        return ["embed_tokens.weight", *(n for n in draft if n.split(".")[-2] in parts)]
     return ["embed_tokens.weight", *(name for name in draft if name != "draft.fc.weight")]
 
 
@@ -149,7 +161,9 @@ def altered(value: Array, factor: float) -> Array:
 
 def divided_out(engine: str, name: str) -> bool:
     """Whether a norm right behind a weight undoes any scale of it."""
-    return name.endswith("k_proj.weight") if engine == "trunk" else name == "embed_tokens.weight"
+    if engine in ("trunk", "prefill"):
+        return name.endswith("k_proj.weight")
+    return name == "embed_tokens.weight" or (engine, name) == ("draft_prefill", "draft.fc.weight")
 
 
 def partly(value: Array, factor: float) -> Array:
@@ -179,12 +193,11 @@ def test_one_percent_in_any_weight_is_found_where_it_is(bench: Bench, engine: st
             raise AssertionError(f"{name}: {error}") from None
         finally:
             session.weights[name] = right
-        if engine == "trunk":
+        assert fault.engine == engine
+        if engine in ("trunk", "prefill"):
             tensor, layer = place_of(name)
             assert fault.layer == layer, f"{name}: found in {fault.tensor}"
             assert fault.tensor.startswith(tensor), f"{name}: found in {fault.tensor}"
-        else:
-            assert fault.engine == engine
 
 
 @pytest.mark.parametrize(
@@ -319,7 +332,7 @@ def test_a_state_kept_in_fp16_is_found_in_the_bound_buffers(bench: Bench) -> Non
 
     session.after = narrow
     fault = bench.fault("trunk", session)
-    assert fault.tensor == "layers.5.S" and min(fault.failed) == 1  # S of round 0 is zero
+    assert fault.tensor == "layers.5.S" and min(fault.failed) == 3  # S of round 0 is zero
 
 
 def test_a_rejected_row_that_stays_is_found_in_the_bound_buffers(bench: Bench) -> None:
@@ -346,7 +359,8 @@ def test_aux_layers_off_by_one(bench: Bench, shift: int, tensor: str, layer: int
     models = build_graphs(
         manifest.trunk, replace(manifest.draft, aux_layers=aux), manifest.weights, manifest.options
     )
-    comparison = bench.compare({"trunk": bench.session("trunk", models["trunk"])}, to_the_end=True)
+    wrong = bench.around("trunk", bench.session("trunk", models["trunk"]))
+    comparison = bench.compare(wrong, to_the_end=True)
     failed = {v.tensor for v in comparison.ordered() if v.failed}
     assert failed == {f"features (layer {layer})" for layer in manifest.aux_layers}
     fault = comparison.first_fault()
@@ -444,4 +458,4 @@ def test_the_command_finds_a_fault(
     assert not report["passed"] and report["first_fault"]["tensor"].startswith(first)
     assert f"first in the order of the graph {first}" in printed.err
     engines = {t["engine"] for t in report["tensors"] if not t["passed"]}
-    assert engines == {"trunk"}  # the draft is fed what is right
+    assert "trunk" in engines and engines <= {"trunk", "prefill"}  # the draft is fed what is right
