@@ -101,7 +101,7 @@ def trunk_session(
         position, rows, kept = (int(feeds[name]) for name in ("position", "rows", "kept"))
         states = _states(spec, feeds)
         out = trunk_step(weights, config, aux_layers, feeds["ids"], position, rows, kept, states)
-        named = vars(out) | out.S_rows
+        named = vars(out) | out.S_rows | out.made_of
         return named | {s.output: out.states[s.input] for s in spec.states}
 
     return EagerSession(spec, call)

@@ -40,6 +40,9 @@ class TrunkOut:
     logits: Tensor  # [W, V] fp32
     S_rows: dict[str, Tensor]  # "layers.N.S_rows": S after every row, [W, Hv, dk, dv] fp32
     states: States  # by the names under which the next call takes them
+    # Of linear layers, what the rows of S were made of: "layers.N.log_qkv" [W, C] behind the conv,
+    # "layers.N.raw_decay" and "layers.N.raw_beta" [W, Hv] as they are projected, fp32.
+    made_of: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,16 @@ def trunk_step(
     positions = torch.arange(position, position + len(ids))
     after: States = {}
     S_rows: dict[str, Tensor] = {}
+    made_of: dict[str, Tensor] = {}
     features = []
     for i, kind in enumerate(config.layer_types):
         layer = layer_weights(weights, f"layers.{i}.")
         x = centred_norm(h, layer["input_layernorm.weight"], config.norm_eps)
         if kind == "linear_attention":
             old = {name: states[f"layers.{i}.{name}"] for name in LINEAR_STATES}
-            mixed, new, S_rows[f"layers.{i}.S_rows"] = linear_mixer(x, layer, config, kept, old)
+            mixed, new, by_row = linear_mixer(x, layer, config, kept, old)
+            S_rows[f"layers.{i}.S_rows"] = by_row.pop("S_rows")
+            made_of |= {f"layers.{i}.{name}": made for name, made in by_row.items()}
         else:
             cache = (planes_of(states, f"layers.{i}.key"), planes_of(states, f"layers.{i}.value"))
             mixed, new = full_mixer(x, layer, config, positions, cache)
@@ -104,6 +110,7 @@ def trunk_step(
         logits=logits,
         S_rows=S_rows,
         states=after,
+        made_of=made_of,
     )
 
 
@@ -113,8 +120,8 @@ def linear_mixer(
     config: TrunkConfig,
     kept: int,
     states: States,
-) -> tuple[Tensor, States, Tensor]:
-    """Gated DeltaNet: y [W, H], the new states, and S after every row [W, Hv, dk, dv]."""
+) -> tuple[Tensor, States, States]:
+    """Gated DeltaNet: y [W, H], the new states, and `S_rows` and `made_of` of `TrunkOut`."""
     rows, history = x.shape[0], config.conv_kernel - 1
     key_heads, dk = config.linear_key_heads, config.linear_key_dim
     value_heads, dv = config.linear_value_heads, config.linear_value_dim
@@ -160,7 +167,9 @@ def linear_mixer(
         "log_decay": decay,
         "window": window,
     }
-    return y, new, torch.stack(after)
+    raw_beta = F.linear(x, layer["linear_attn.in_proj_b.weight"]).to(f32)
+    made_of = {"log_qkv": c, "raw_decay": a, "raw_beta": raw_beta}
+    return y, new, {"S_rows": torch.stack(after), **made_of}
 
 
 def fold_log(states: States, kept: int) -> Tensor:

@@ -20,6 +20,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import Call
 from eagle_chain.engines.schedule import PROMPT, STEPS, Round
+from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.export.checkpoint import Checkpoint
 from eagle_chain.export.eager import (
     TORCH_TYPES,
@@ -65,6 +66,10 @@ def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSessi
             "draft_step": lambda: draft_session(draft, embedding, config, 1, options),
             "draft_prefill": lambda: draft_prefill_session(draft, embedding, config, options),
         }
+    if manifest.options.profile == "ort-cuda":
+        makers["trunk"] = lambda: _with_rows(
+            trunk_session(trunk, manifest.trunk, manifest.aux_layers, options)
+        )
     unknown = sorted(manifest.specs.keys() - makers.keys())
     if unknown:
         raise InputError(
@@ -72,6 +77,22 @@ def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSessi
             "cannot check this bundle; export one without"
         )
     return {name: makers[name]() for name in manifest.specs}
+
+
+def _with_rows(session: EagerSession) -> EagerSession:
+    """A trunk that also gives what the profile `ort-cuda` logs of linear layers."""
+    spec, rows = session.spec, session.spec.inputs[0].shape[0]
+    outputs = []
+    for pair in spec.states:
+        layer, _, part = pair.input.rpartition(".")
+        if part == "S":
+            channels = next(s.shape[0] for s in spec.states if s.input == f"{layer}.window")
+            outputs += [
+                TensorSpec(f"{layer}.log_qkv", "fp32", (rows, channels)),
+                TensorSpec(f"{layer}.raw_decay", "fp32", (rows, pair.shape[0])),
+                TensorSpec(f"{layer}.raw_beta", "fp32", (rows, pair.shape[0])),
+            ]
+    return replace(session, spec=replace(spec, outputs=(*spec.outputs, *outputs)))
 
 
 def stored_tensors(folder: Path, manifest: Manifest, prefix: str) -> Checkpoint:

@@ -30,6 +30,11 @@ from eagle_chain.runtime.tolerances import (
 )
 
 Array = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int32]
+LOGGED = {  # what the profile `ort-cuda` logs, by the reference's names
+    "log_qkv": "log_qkv",
+    "log_decay": "raw_decay",
+    "log_beta": "raw_beta",
+}
 AFTER = 1 << 20  # in place of a layer's number for what comes behind the last one
 
 
@@ -177,7 +182,7 @@ class Comparison:
         tie = False
         planes: dict[str, _Planes] = {}
         for place, tensor in enumerate(self.manifest.specs[call.engine].all_outputs):
-            want, plane = call.outputs.get(tensor.name), plane_of(tensor.name)
+            want, plane = self._wanted(call, tensor.name), plane_of(tensor.name)
             here = got[tensor.name]
             if want is not None and self._has_rows(call, tensor):  # the others are padding
                 here, want = (values[: int(call.inputs["rows"][0])] for values in (here, want))
@@ -198,6 +203,16 @@ class Comparison:
             ours = {suffix: values[:, :, :rows] for suffix, values in cache.got.items()}
             pair = decoded(ours), decoded(cache.want)
             self._floats(call, cache.tensor, cache.place, *pair, label=name)
+
+    def _wanted(self, call: Call, name: str) -> Array | None:
+        """What the reference has for an output, in the layout of the bundle's profile."""
+        if self.manifest.options.profile != "ort-cuda":
+            return call.outputs.get(name)
+        layer, _, part = name.removesuffix(".next").rpartition(".")
+        want: Array | None = call.outputs.get(f"{layer}.{LOGGED[part]}" if part in LOGGED else name)
+        if want is not None and part in ("S", "window", "S_rows"):
+            return np.swapaxes(want, -1, -2)
+        return want
 
     def _has_rows(self, call: Call, tensor: TensorSpec) -> bool:
         """Whether a plain output has a row for each id of a call that may have fewer."""

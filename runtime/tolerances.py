@@ -34,6 +34,8 @@ KINDS = {
     "log_key": "log",
     "log_delta": "log",
     "log_decay": "log",
+    "log_qkv": "log",
+    "log_beta": "log",
     "window": "window",
     "key": "kv",
     "value": "kv",

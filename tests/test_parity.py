@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.engines.schedule import PROMPT, schedule
+from eagle_chain.engines.spec import trunk_spec
 from eagle_chain.export import kv_reference
+from eagle_chain.export.eager import zero_states
 from eagle_chain.export.few_layers import remapped
+from eagle_chain.export.teacher import reference_sessions
 from eagle_chain.runtime import kv_planes
-from eagle_chain.runtime.comparison import Comparison, distance
+from eagle_chain.runtime.comparison import LOGGED, Comparison, distance
 from eagle_chain.runtime.player import Player
 from tests.torch_engine import torch_engines
 from tests.toy_pair import write_pair
@@ -262,3 +266,35 @@ def test_polygraphy_reads_the_recording(demo: tuple[Path, Path], tmp_path: Path)
         done = subprocess.run([polygraphy, "run", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert "Passed: 12/12 iterations" in done.stdout
+
+
+def test_the_layout_of_ort_cuda_is_understood(bundle: Path, recording: Path) -> None:
+    """Its S and windows lie the other way round, and its log holds what the rows were made of."""
+    plain = Manifest.load(bundle)
+    options = replace(plain.options, profile="ort-cuda")
+    spec = trunk_spec(plain.trunk, plain.aux_layers, options)
+    manifest = replace(plain, options=options, specs={**plain.specs, "trunk": spec})
+    session = reference_sessions(bundle, manifest)["trunk"]
+    names = {t.name for t in session.spec.outputs}
+    states, comparison = zero_states(session.spec), Comparison(manifest)
+    for call in read_calls(recording, read_index(recording)):
+        if call.engine != "trunk":
+            continue
+        feeds = {name: torch.from_numpy(value) for name, value in call.inputs.items()}
+        out = {n: t.numpy() for n, t in session.run({**feeds, **states}).items()}
+        states = {p.input: torch.from_numpy(out[p.output]) for p in session.spec.states}
+        got = dict(out)
+        for tensor in spec.all_outputs:
+            layer, _, part = tensor.name.removesuffix(".next").rpartition(".")
+            if part in ("S", "window", "S_rows"):
+                got[tensor.name] = out[tensor.name].swapaxes(-1, -2)
+            elif f"{layer}.{LOGGED.get(part)}" in names:
+                got[tensor.name] = out[f"{layer}.{LOGGED[part]}"]
+            assert got[tensor.name].shape == tensor.shape
+        last = replace(call, outputs=out)
+        comparison.add(last, got)
+    assert comparison.passed and not comparison.unknown
+    wrong = {**got, "layers.1.log_beta.next": got["layers.1.log_beta.next"] * 1.01}
+    comparison.add(last, wrong)
+    fault = comparison.first_fault()
+    assert fault is not None and fault.tensor == "layers.1.log_beta"
