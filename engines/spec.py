@@ -130,6 +130,7 @@ class Options:
     debug: tuple[str, ...] = ()  # extra outputs: "logits", "S_rows"
     kv: str | None = None  # how KV rows are stored, one of `kv.KV_TYPES`; None: as `dtype`
     prefill: int = 0  # rows of a call over a prompt; 0: no engines for that
+    sampling: bool = False  # the trunk can draw tokens: two more inputs
 
     @property
     def kv_rows(self) -> int:
@@ -218,6 +219,8 @@ def trunk_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Option
     [1] drafted rows confirmed from the front, `pending` [1] = next_ids[accepted], `next_kept` [1] =
     accepted + 1, `next_position` [1] = position + next_kept, `features` [W, A*H] the residual
     stream after the A aux layers, `hidden` [W, H] after the final norm.
+    With `sampling` two more inputs: `temperature` [1], 0 for the greedy choice, and `uniform`
+    [C + W], the number in [0, 1) by which the token behind each position is drawn.
     """
     width, hidden = options.width, config.hidden_size
     outputs = [
@@ -246,7 +249,9 @@ def trunk_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Option
         ]
     counters = tuple(TensorSpec(name, "int32", (1,)) for name in ("position", "rows", "kept"))
     ids = TensorSpec("ids", "int32", (width,))
-    return EngineSpec("trunk", (ids, *counters), tuple(outputs), tuple(states))
+    draws = ("temperature", (1,)), ("uniform", (options.kv_rows,))
+    numbers = tuple(TensorSpec(n, "fp32", shape) for n, shape in draws if options.sampling)
+    return EngineSpec("trunk", (ids, *counters, *numbers), tuple(outputs), tuple(states))
 
 
 def prefill_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Options) -> EngineSpec:

@@ -76,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="point at the checkpoint files, or copy them so that the bundle stands alone (link)",
     )
     parser.add_argument(
+        "--sampling",
+        action="store_true",
+        help="let the trunk draw tokens too, for `generate --temperature`",
+    )
+    parser.add_argument(
         "--debug",
         type=_words,
         default=(),
@@ -177,6 +182,7 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         arguments.debug,
         arguments.kv,
         prefill,
+        arguments.sampling,
     )
     check_options(options)
     return options
@@ -192,12 +198,15 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
         ("dtype", Options.dtype),
         ("kv", None),
         ("profile", Options.profile),
+        ("sampling", False),
         ("weights", "link"),
         ("debug", ()),
         ("layers", None),
     ):
         value = getattr(arguments, name)
-        if value != default:
+        if value is True:
+            words.append(f"--{name}")
+        elif value != default:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     return tuple(words)

@@ -100,7 +100,13 @@ def trunk_session(
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, rows, kept = (int(feeds[name]) for name in ("position", "rows", "kept"))
         states = _states(spec, feeds)
-        out = trunk_step(weights, config, aux_layers, feeds["ids"], position, rows, kept, states)
+        draw = None
+        if options.sampling:
+            share = feeds["uniform"][position : position + options.width]
+            draw = share, float(feeds["temperature"])
+        out = trunk_step(
+            weights, config, aux_layers, feeds["ids"], position, rows, kept, states, draw
+        )
         named = vars(out) | out.S_rows | out.made_of
         return named | {s.output: out.states[s.input] for s in spec.states}
 

@@ -160,7 +160,7 @@ class Fused(Portable):
         cos, sin = (self.g.constant(t) for t in rotary_tables(table_rows, theta, rotary_dim))
         return Rotary(cos, sin, rotary_dim)
 
-    def greedy(self, logits: ir.Value) -> ir.Value:
+    def pick(self, logits: ir.Value) -> ir.Value:
         """Argmax per row -> int32 [R]; -1 where a row is not finite."""
         rows = _shape(logits)[0]
         scratch = (rows, PICK_BLOCKS)
@@ -245,6 +245,9 @@ class FusedTrunk(TrunkGraph):
         g = self.g
         head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
         logits = self.low.linear(hidden, head)
+        if self.options.sampling:
+            self.judge(logits)
+            return
         names = ("next_ids", "accepted", "pending", "next_kept", "next_position")
         scratch = (self.width, PICK_BLOCKS)
         results = g.node(
@@ -318,7 +321,7 @@ def record_fused_draft(
     if config.logit_scale != 1:
         raised = scaled(g, g.fp32(logits), config)
         logits = low.shaped(g.lower(raised), 1, config.draft_vocab_size)
-    g.output("token", trunk_id(g, low.greedy(logits), config))
+    g.output("token", trunk_id(g, low.pick(logits), config))
     g.output("g_next", last if config.norm_output else total)
     g.output("next_position", g.Add(here, g.int32(1)))
     if g.wants("logits"):

@@ -81,13 +81,13 @@ class Portable:
         """Minimum of a vector, [1]."""
         return self.g.ReduceMin(x, axes=[0], keepdims=1)
 
-    def largest(self, x: ir.Value) -> ir.Value:
-        """Maximum over the last axis, which stays with extent 1."""
-        return self.g.ReduceMax(x, axes=[-1], keepdims=1)
-
     def shaped(self, x: ir.Value, *shape: int) -> ir.Value:
         """`x`, of the compute dtype, with its shape: a note that only custom operators need."""
         return x
+
+    def largest(self, x: ir.Value) -> ir.Value:
+        """Maximum over the last axis, which stays with extent 1."""
+        return self.g.ReduceMax(x, axes=[-1], keepdims=1)
 
     def rms(self, x: ir.Value, eps: float) -> ir.Value:
         """`x` (fp32) over its root mean square along the last axis, fp32."""

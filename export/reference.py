@@ -65,6 +65,7 @@ def trunk_step(
     rows: int,
     kept: int,
     states: States,
+    draw: tuple[Tensor, float] | None = None,  # fp32 [W] shares, and the temperature
 ) -> TrunkOut:
     """Run W rows from `position`, on the states of the call before with its first `kept` rows.
 
@@ -97,7 +98,7 @@ def trunk_step(
     hidden = centred_norm(h, weights["norm.weight"], config.norm_eps)
     head = weights["embed_tokens.weight" if config.tied_head else "lm_head.weight"]
     logits = F.linear(hidden, head).to(f32)
-    next_ids = greedy(logits)
+    next_ids = greedy(logits) if draw is None else drawn(logits, *draw)
     accepted = count_accepted(ids, next_ids, rows)
     return TrunkOut(
         next_ids=next_ids,
@@ -384,6 +385,20 @@ def greedy(logits: Tensor) -> Tensor:
     """The largest logit of each row, the first of equals, int32; -1 where a row is not finite."""
     finite = logits.isfinite().all(-1)
     return torch.where(finite, logits.argmax(-1), -1).to(torch.int32)
+
+
+def drawn(logits: Tensor, share: Tensor, temperature: float) -> Tensor:
+    """One id per row of logits [W, V], int32: where `share` [W] falls in the cumulated softmax.
+
+    With temperature 0, and where a row is not finite, as `greedy`.
+    """
+    best = greedy(logits)
+    if temperature == 0:
+        return best
+    edges = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    wanted = share.double()[:, None].minimum(edges[:, -1:] * (1 - 1e-7))
+    found = torch.searchsorted(edges, wanted, right=True)[:, 0]
+    return torch.where(best < 0, best, found.to(torch.int32))
 
 
 def count_accepted(ids: Tensor, next_ids: Tensor, rows: int) -> int:

@@ -11,6 +11,7 @@ from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.kv import Rows
 from eagle_chain.export.lowering import DeltaRows, Heads, Portable, Rotary
+from eagle_chain.export.sampling import sample
 
 
 class TrunkGraph:
@@ -244,10 +245,14 @@ class TrunkGraph:
 
     def verify(self, hidden: ir.Value) -> None:
         """Greedy choice per row, and how many drafted rows it confirms from the front."""
-        g, width = self.g, self.width
         head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
-        logits = g.fp32(g.linear(hidden, head))
-        next_ids = self.low.greedy(logits)
+        self.judge(self.g.linear(hidden, head))
+
+    def judge(self, logits: ir.Value) -> None:
+        """What follows from the logits [W, V]."""
+        g, width = self.g, self.width
+        logits = g.fp32(logits)
+        next_ids = self.chosen(logits, self.positions, width)
         accepted = self.accepted(next_ids) if width > 1 else g.int32(0)
         next_kept = g.Add(accepted, g.int32(1))
         g.output("next_ids", next_ids)
@@ -257,6 +262,22 @@ class TrunkGraph:
         g.output("next_position", g.Add(self.position, next_kept))
         if g.wants("logits"):
             g.output("logits", logits)
+
+    def chosen(self, logits: ir.Value, positions: ir.Value, rows: int) -> ir.Value:
+        """The token behind each of the rows at `positions`, int32; fp32 logits [R, V].
+
+        The largest logit, or, where the bundle can sample and the temperature is not 0, a draw.
+        """
+        g = self.g
+        best = self.low.greedy(logits)
+        if not self.options.sampling:
+            return best
+        temperature = g.input("temperature")
+        share = g.Gather(g.input("uniform"), positions, axis=0)
+        size = (rows, self.config.vocab_size)
+        drawn = sample(self.low, logits, size, share, temperature)
+        draws = g.And(g.Greater(temperature, g.scalar(0.0)), g.GreaterOrEqual(best, g.int32(0)))
+        return g.Where(draws, drawn, best)
 
     def accepted(self, next_ids: ir.Value) -> ir.Value:
         """Index of the first row j >= 1 whose id the row before would not have chosen, minus 1.

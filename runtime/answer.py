@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import phases
-from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.chain import Chain, Options
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class Answer:
 
     @property
     def exact(self) -> bool | None:
-        """Whether plain greedy decoding gives the same tokens; None if it was not asked."""
+        """Whether plain decoding gives the same tokens; None if it was not asked."""
         return None if self.plain is None else self.plain.tokens == self.result.tokens
 
     @property
@@ -87,7 +87,7 @@ class Answer:
             pairs = zip(self.result.tokens, self.plain.tokens, strict=False)
             common = min(len(self.result.tokens), len(self.plain.tokens))
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), common)
-            found.append(f"NOT EXACT: plain greedy decoding differs from token {at} on")
+            found.append(f"NOT EXACT: plain decoding differs from token {at} on")
         return found
 
 
@@ -100,6 +100,8 @@ def answer(
     k: int | None,
     check: bool,
     show: Show,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Answer:
     """Run a request, showing its text while it comes.
 
@@ -111,6 +113,8 @@ def answer(
         k: Drafts per round, None for as many as the bundle allows.
         check: Whether to compare with plain greedy decoding.
         show: Called with every piece of text.
+        temperature: As in `Chain.stream`, like the next.
+        seed: See there.
 
     Raises:
         InputError: The request does not fit, or the model gives no finite logits.
@@ -124,30 +128,30 @@ def answer(
             show(piece, drafted)
 
     try:
-        for round in _rounds(chain, prompt, max_new_tokens, k):
+        options: Options = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        for round in _rounds(chain, prompt, k, options):
             stats.add(round)
             tokens += round.tokens
             reason = round.finish_reason or reason
             for i, token in enumerate(round.tokens):
                 put(stream.push(token), i < round.accepted)
         put(stream.end(), False)
-        plain = chain.generate(prompt, max_new_tokens=max_new_tokens, k=0) if check else None
+        plain = chain.generate(prompt, k=0, **options) if check else None
     except FloatingPointError as error:
         raise InputError(str(error)) from error
     return Answer("".join(text), Result(tokens, reason, stats), plain)
 
 
 def _rounds(
-    chain: Chain, prompt: Sequence[int], max_new_tokens: int, k: int | None
+    chain: Chain, prompt: Sequence[int], k: int | None, options: Options
 ) -> Iterator[Round]:
     """A request's rounds, with the progress of a prompt that takes its time on stderr."""
     with phases("prompt", PATIENCE) as show:
-        rounds = chain.rounds(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            k=k,
-            fed=lambda held: show("", held, len(prompt)),
-        )
+        rounds = chain.rounds(prompt, k=k, fed=lambda held: show("", held, len(prompt)), **options)
         first = next(rounds)
     yield first
     yield from rounds

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.spec import EngineSpec, StatePair, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, Memory
 
+SHARED = ("rows", "temperature", "uniform")  # inputs that are one buffer for both parities
 FEATURES = ("features", "hidden")  # outputs of the last call that a drafter may still read
 HANDED_ON = {"next_kept": "kept", "next_position": "position"}  # outputs that the next call reads
 
@@ -60,7 +63,7 @@ class Cache:
         pending: The trunk's choice after `tokens`, not yet fed; None in an empty cache.
         parity: Which set of addresses the next call uses; `outputs[parity]` is what the last gave.
         inputs: The trunk's plain inputs by name, per parity: `ids` [W], `position`, `rows`, `kept`
-            [1]; `rows` is one buffer for both.
+            [1]; `rows` and what tokens are drawn by are one buffer for both.
         outputs: The trunk's plain outputs by name, per parity; `pending`, `next_kept` and
             `next_position` are the `ids[:1]`, `kept` and `position` of that parity's inputs.
     """
@@ -72,14 +75,15 @@ class Cache:
         self.engines = engines
         self.memory = memory
         even = {t.name: memory.allocate(t) for t in trunk.inputs}
-        odd = {t.name: memory.allocate(t) for t in trunk.inputs if t.name != "rows"}
-        self.inputs = (even, odd | {"rows": even["rows"]})
+        odd = {t.name: memory.allocate(t) for t in trunk.inputs if t.name not in SHARED}
+        self.inputs = (even, odd | {name: even[name] for name in SHARED if name in even})
         self.outputs = (self._left(trunk, even), self._left(trunk, odd))
         self.width = even["ids"].spec.shape[0]
         self.parity = 0
         self.tokens: list[int] = []
         self.position = 0
         self.pending: int | None = None
+        self._seed: int | None = None  # of the numbers in `uniform`
         self._trunk_states = trunk.states
         self._states: list[tuple[StatePair, tuple[Buffer, Buffer]]] = []
         self._call: tuple[int, ...] = ()
@@ -128,6 +132,25 @@ class Cache:
         inputs["position"].write(len(self.tokens))
         inputs["rows"].write(len(ids) if rows is None else rows)
         inputs["kept"].write(self.kept)
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether the trunk can draw tokens."""
+        return "temperature" in self.inputs[0]
+
+    def draw(self, temperature: float, seed: int) -> None:
+        """Let the trunk draw its tokens, or with temperature 0 take the largest logit.
+
+        The number that the token behind position p is drawn by is the p-th of Philox with this key.
+        """
+        if not self.can_draw:
+            return
+        self.inputs[0]["temperature"].write(temperature)
+        if temperature and seed != self._seed:
+            table = self.inputs[0]["uniform"]
+            random = np.random.Generator(np.random.Philox(key=seed))
+            table.write(random.random(table.spec.shape, np.float32))
+            self._seed = seed
 
     def follow(self, token: int) -> None:
         """Write what a draft reads of the last call: the id after each kept row, the last `token`.

@@ -1,12 +1,13 @@
 """The greedy chain: draft a few tokens, let the trunk judge them all in one call, keep the prefix.
 
-`Chain._round` is the algorithm. Every token emitted is the trunk's own greedy choice, so the output
-is that of plain decoding whatever the drafter says; plain decoding is the same loop with no drafts.
+`Chain._round` is the algorithm. Every token emitted is the trunk's own choice, so the output is
+that of plain decoding whatever the drafter says; plain decoding is the same loop with no drafts.
 `Chain._round_ahead` is the same round where the device decides and the host only reads along.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import time
@@ -43,6 +44,8 @@ class Options(TypedDict, total=False):
     k: int | None
     stop_ids: Collection[int] | None
     append: bool
+    temperature: float
+    seed: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,8 @@ class _Request:
     k: int
     stops: frozenset[int]
     append: bool
+    temperature: float
+    seed: int
     fed: Fed
 
 
@@ -114,6 +119,10 @@ class Chain:
                 stop_ids: Ids that end the request, themselves emitted; None is the chain's own.
                 append: Keep the sequence in the cache and put `ids` behind `cache.tokens`. To go on
                 from the last token emitted, begin with `cache.pending`.
+                temperature: 0 takes the largest logit; above it tokens are drawn from the softmax
+                of logits / temperature, if the bundle was exported with --sampling.
+                seed: Of the draws, below 2^64: the same seed gives the same tokens, whatever the
+                drafter and k (0).
 
         Raises:
             InputError: The arguments do not fit; raised at once, nothing has run.
@@ -152,6 +161,7 @@ class Chain:
         """
         prompt = self._check_prompt(ids, append=True)
         with self._turn(object(), begin=True):
+            self.cache.draw(0.0, 0)
             self._feed_prompt(prompt, self.drafter)
 
     def reset(self) -> None:
@@ -178,6 +188,8 @@ class Chain:
         k: int | None = None,
         stop_ids: Collection[int] | None = None,
         append: bool = False,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> _Request:
         """Refuse bad arguments before anything runs."""
         prompt = self._check_prompt(ids, append)
@@ -191,7 +203,16 @@ class Chain:
         if max_new_tokens is not None and _whole("max_new_tokens", max_new_tokens) < 0:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
         stops = self.stop_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
-        return _Request(prompt, max_new_tokens, k, stops, append, fed)
+        if not (0 <= temperature < math.inf):
+            raise InputError(f"temperature is {temperature}, expected a number from 0 up")
+        if temperature and not self.cache.can_draw:
+            raise InputError(
+                f"temperature is {temperature}, but this bundle only takes the largest logit: "
+                "export it with --sampling"
+            )
+        if not 0 <= _whole("seed", seed) < 1 << 64:
+            raise InputError(f"seed is {seed}, expected 0 to 2^64 - 1")
+        return _Request(prompt, max_new_tokens, k, stops, append, float(temperature), seed, fed)
 
     def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
         prompt = _ids("the prompt", ids)
@@ -221,6 +242,7 @@ class Chain:
                 self._check_prompt(prompt, True)  # another request may have run since
             else:
                 cache.reset()
+            cache.draw(request.temperature, request.seed)
             calls = self._feed_prompt(prompt, drafter, request.fed)
             seconds = time.perf_counter() - start
         room, out_of_room = cache.capacity - len(cache.tokens), "capacity"

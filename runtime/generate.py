@@ -46,6 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", metavar="N", type=int, default=256, help="most tokens to add (256)"
     )
     parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="draw tokens from softmax(logits / TEMPERATURE); needs a bundle exported with "
+        "--sampling (0: take the largest logit)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draws: the same seed, the same text (0)"
+    )
+    parser.add_argument(
         "--draft-kv",
         choices=("kept", "scratch"),
         default="kept",
@@ -67,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
-    """Answer one prompt; with --check a token that differs from plain greedy fails."""
+    """Answer one prompt; with --check a token that differs from plain decoding fails."""
     text = _prompt(arguments.prompt, arguments.prompt_file)
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
     chain = engines.chain(
@@ -90,6 +100,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         k=arguments.k,
         check=arguments.check,
         show=show,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
     )
     print()
     stats = given.result.stats

@@ -88,7 +88,7 @@ def test_every_graph_of_a_pair_builds(
     profile: str,
     dtype: str,
 ) -> None:
-    bundle = export(pair, tmp_path / "b", "--dtype", dtype, "--profile", profile)
+    bundle = export(pair, tmp_path / "b", "--dtype", dtype, "--profile", profile, "--sampling")
     done = report(capsys, "build", str(bundle), *RTX, *CAPABILITIES)
     assert done["code"] == 0 and done["built"]
     manifest = Manifest.load(bundle)

@@ -175,8 +175,10 @@ def engine(
     dtype: str = "fp32",
     name: str = "trunk",
     kv: str | None = None,
+    sampling: bool = False,
 ) -> Engine:
-    options = Options(WIDTH, CAPACITY, dtype, profile, ("logits", "S_rows"), kv)
+    debug = ("logits", "S_rows")
+    options = Options(WIDTH, CAPACITY, dtype, profile, debug, kv, sampling=sampling)
     table = weight_table(pair)
     model = build_graphs(pair.trunk_config, pair.draft_config, table, options)[name]
     return Engine(model, pair, dtype, library if profile == "ort-fused" else None)
@@ -293,6 +295,20 @@ def test_stored_rows_are_the_plain_rows_stored(
                 stored, rows = got[f"{cache}.next"][0], rows.astype(ELEMENT[kind])
             np.testing.assert_array_equal(stored[live], rows[live])
     assert compared
+
+
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+def test_tokens_are_drawn_as_by_the_portable_graph(
+    pair: Pair, library: Path, masked: None, profile: str
+) -> None:
+    drawing = [engine(pair, p, library, sampling=True) for p in ("portable", profile)]
+    share = np.random.default_rng(0).random(drawing[0].feeds["uniform"].shape)
+    ids, rest = [5, 6, 7, 8, 9], {"position": [0], "rows": [5], "kept": [0], "uniform": share}
+    for temperature in (0.0, 1.0, 3.0):
+        want, got = (e.run({}, ids=ids, temperature=[temperature], **rest)[0] for e in drawing)
+        np.testing.assert_array_equal(got["next_ids"], want["next_ids"])
+        greedy = want["logits"].argmax(-1).tolist()
+        assert (want["next_ids"].tolist() == greedy) == (temperature == 0)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 4, 5])
