@@ -130,28 +130,27 @@ def answer(
     try:
         options: Options = {
             "max_new_tokens": max_new_tokens,
+            "k": k,
             "temperature": temperature,
             "seed": seed,
         }
-        for round in _rounds(chain, prompt, k, options):
+        for round in _rounds(chain, prompt, options):
             stats.add(round)
             tokens += round.tokens
             reason = round.finish_reason or reason
             for i, token in enumerate(round.tokens):
                 put(stream.push(token), i < round.accepted)
         put(stream.end(), False)
-        plain = chain.generate(prompt, k=0, **options) if check else None
+        plain = chain.generate(prompt, **{**options, "k": 0}) if check else None
     except FloatingPointError as error:
         raise InputError(str(error)) from error
     return Answer("".join(text), Result(tokens, reason, stats), plain)
 
 
-def _rounds(
-    chain: Chain, prompt: Sequence[int], k: int | None, options: Options
-) -> Iterator[Round]:
+def _rounds(chain: Chain, prompt: Sequence[int], options: Options) -> Iterator[Round]:
     """A request's rounds, with the progress of a prompt that takes its time on stderr."""
     with phases("prompt", PATIENCE) as show:
-        rounds = chain.rounds(prompt, k=k, fed=lambda held: show("", held, len(prompt)), **options)
+        rounds = chain.rounds(prompt, fed=lambda held: show("", held, len(prompt)), **options)
         first = next(rounds)
     yield first
     yield from rounds
