@@ -141,7 +141,8 @@ def answer(
             for i, token in enumerate(round.tokens):
                 put(stream.push(token), i < round.accepted)
         put(stream.end(), False)
-        plain = chain.generate(prompt, **{**options, "k": 0}) if check else None
+        options["k"] = 0
+        plain = chain.generate(prompt, **options) if check else None
     except FloatingPointError as error:
         raise InputError(str(error)) from error
     return Answer("".join(text), Result(tokens, reason, stats), plain)
