@@ -50,6 +50,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
         "export/ort_cuda.py",
         "export/prefill.py",
         "export/prefill_cuda.py",
+        "export/sampling.py",
         "export/standard.py",
         "export/trunk.py",
     },
