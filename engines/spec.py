@@ -276,7 +276,7 @@ def prefill_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Opti
     ]
     if "logits" in options.debug:
         outputs.append(TensorSpec("logits", "fp32", (1, config.vocab_size)))
-    ids, *counters = trunk.inputs
+    ids, *counters = (t for t in trunk.inputs if t.dtype == "int32")  # nothing is drawn here
     inputs = (TensorSpec(ids.name, ids.dtype, (rows,)), *counters)
     return EngineSpec("prefill", inputs, tuple(outputs), trunk.states)
 

@@ -82,9 +82,9 @@ class PrefillRows(TrunkGraph):
         """The choice after the last valid row, the only one that sees the head."""
         g = self.g
         head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
-        row = g.Sub(g.input("rows"), g.int32(1))
-        logits = g.fp32(g.linear(g.Gather(hidden, row, axis=0), head))
-        g.output("pending", self.chosen(logits, g.Add(self.position, row), 1))
+        last = g.Gather(hidden, g.Sub(g.input("rows"), g.int32(1)), axis=0)
+        logits = g.fp32(g.linear(last, head))
+        g.output("pending", self.low.greedy(logits))
         g.output("next_kept", g.int32(0))
         g.output("next_position", g.Add(self.position, g.input("rows")))
         if g.wants("logits"):

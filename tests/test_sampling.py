@@ -238,3 +238,13 @@ def test_the_command_draws_and_checks(
     assert command([*words, *drawing]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["exact"] is True and report["accepted"] > 0
+
+
+def test_a_prompt_in_wide_calls_leads_to_the_same_draws(tmp_path: Path) -> None:
+    folder = tmp_path / "b"
+    words = [str(DEMO / "trunk"), str(DEMO / "draft"), "-o", str(folder), "--capacity", "128"]
+    assert command(["export", *words, "--sampling", "--prefill", "32"]) == 0
+    chain, prompt = load(folder, threads=1), [*range(100, 180)]
+    options: Options = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
+    assert chain.generate(prompt, k=0, **options).stats.trunk_calls < 30
+    assert chain.generate(prompt, k=0, **options).tokens == chain.generate(prompt, **options).tokens
