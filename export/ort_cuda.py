@@ -22,6 +22,10 @@ DOMAIN = "com.microsoft"
 class OrtCuda(Standard):
     """Building blocks in com.microsoft operators, the draft's attention as in `standard`."""
 
+    # Captured in a CUDA graph, ScatterND of older versions reads host memory that is gone by the
+    # replay (microsoft/onnxruntime #32121); TensorScatter reads none.
+    int8_by_index = False
+
     def join(self, x: ir.Value, *names: str) -> ir.Value:
         """X [R, K] times several weights [N, K] in one product: [R, sum of N]."""
         g = self.g

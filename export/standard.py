@@ -17,6 +17,7 @@ class Standard(Portable):
     """
 
     opset = 24
+    int8_by_index = True  # TensorRT-RTX refuses a TensorScatter of int8
 
     def reduce_mean(self, x: ir.Value) -> ir.Value:
         """Mean over the last axis, which stays with extent 1."""
@@ -49,9 +50,9 @@ class Standard(Portable):
     def write_plane(
         self, plane: str, update: ir.Value, position: ir.Value, rows: int, heads: Heads
     ) -> ir.Value:
-        """TensorScatter, which TensorRT turns into an update in place; it refuses int8."""
+        """TensorScatter, which TensorRT turns into an update in place."""
         g = self.g
-        if g.input(plane).dtype == ir.DataType.INT8:
+        if g.input(plane).dtype == ir.DataType.INT8 and self.int8_by_index:
             return super().write_plane(plane, update, position, rows, heads)
         start = g.Cast(position, to=ir.DataType.INT64.value)
         return g.TensorScatter(g.input(plane), update, start, axis=-2, mode="linear")

@@ -42,6 +42,7 @@ from eagle_chain.runtime import Engines, Tokenizer, open_engines
 from eagle_chain.runtime.exactness import Plain, decode_plainly
 from tests import qwen_9b
 from tests.ggml import by_gguf, ggml_bytes
+from tests.kv_loss import losses
 from tests.onnx_engine import Arrays, engines, open_pair
 from tests.test_graph import CALLS, distance, reference_run, teacher_forced
 from tests.toy import Script
@@ -407,3 +408,15 @@ def test_tensorrt_8_6_refuses(kv: str, words: str) -> None:
 def test_an_unknown_kv_type_is_refused() -> None:
     with pytest.raises(InputError, match="kv is 'q4_0', expected one of fp32, fp16, bf16, q8_0"):
         check_options(Options(kv="q4_0"))
+
+
+def test_quantised_rows_cost_little_acceptance(tmp_path: Path) -> None:
+    """Along one text, so that few tokens tell; a draft that read wrong rows would only guess."""
+    tokenizer = Tokenizer(DEMO / "trunk")
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    found = losses(tmp_path, prompts, 40, ["fp16", "q8_0/q5_1"])
+    plain = found["fp32"]
+    assert plain.agreed == len(plain.accepted) and plain.tokens_per_pass > 2
+    for kv in ("fp16", "q8_0/q5_1"):
+        assert found[kv].tokens_per_pass > 0.95 * plain.tokens_per_pass
+        assert found[kv].agreed > 0.95 * plain.agreed
