@@ -144,6 +144,58 @@ void check_long_product(int rows) {
   expect(distance(got, want) < 1e-3, "a long product is wrong", rows, 0);
 }
 
+// A residual that a product joins and the product behind its norm, in fp16 near the end of its range.
+void check_joined_products(int rows) {
+  const int depth = 64, hidden = 48, slots = hidden / SLOT, out = 24;
+  auto halves = [](size_t count, float scale) {
+    std::vector<fp16> values(count);
+    for (fp16& v : values) v = to_fp16(normal() * scale);
+    return values;
+  };
+  const std::vector<fp16> x = halves(size_t(rows) * depth, 1.0f), w = halves(size_t(hidden) * depth, 100.0f);
+  const std::vector<fp16> h = halves(size_t(rows) * hidden, 9000.0f), v = halves(size_t(out) * hidden, 0.1f);
+  const std::vector<float> weight(hidden, 6.0f);
+  std::vector<fp16> sum(h.size()), scaled(h.size()), y(size_t(rows) * out);
+  std::vector<float> squares(size_t(rows) * slots);
+  auto run = [&](const fp16* from, const fp16* matrix, int k, int n, const Around& around, fp16* to) {
+    const Segments s = {{matrix}, {n}, 1};
+    launch(rows <= 8 ? linear<fp16, 1, 1, false, 8> : linear<fp16, 1, 2, false, 8>, dim3((n + 15) / 16),
+           LINEAR_THREADS, nullptr, false, from, s, around, rows, k, n, to);
+  };
+  Around joins, divides;
+  joins.h = h.data();
+  joins.weight = weight.data();
+  joins.offset = 1.0f;
+  joins.sum = sum.data();
+  joins.next_squares = squares.data();
+  divides.squares = squares.data();
+  divides.slots = slots;
+  divides.eps = 1e-6f;
+  run(x.data(), w.data(), depth, hidden, joins, scaled.data());
+  run(scaled.data(), v.data(), hidden, out, divides, y.data());
+  double error = 0, size = 0;
+  for (int r = 0; r < rows; ++r) {
+    std::vector<double> total(hidden);
+    double square = 0;
+    for (int n = 0; n < hidden; ++n) {
+      double delta = 0;
+      for (int k = 0; k < depth; ++k) delta += double(to_float(x[r * depth + k])) * to_float(w[n * depth + k]);
+      const double exact = to_float(h[r * hidden + n]) + delta;
+      total[n] = to_float(sum[r * hidden + n]);
+      expect(fabs(total[n] - exact) < 32 + fabs(exact) * 1e-3, "a joined sum is wrong", r, n);
+      square += total[n] * total[n];
+    }
+    for (int n = 0; n < out; ++n) {
+      double want = 0;
+      for (int k = 0; k < hidden; ++k) want += total[k] * 7 * to_float(v[n * hidden + k]);
+      want /= sqrt(square / hidden + 1e-6);
+      error += pow(to_float(y[r * out + n]) - want, 2);
+      size += want * want;
+    }
+  }
+  expect(sqrt(error / size) < 2e-3, "the product behind a joined norm is wrong", rows, 0);
+}
+
 // The delta rule with dims of 128: its two kernels agree, and a fold has the bits of the rows themselves.
 struct Delta {
   static constexpr int ROWS = 5, KEYS = 2, HEADS = 4, DIM = MAX_DIM, CHANNELS = (2 * KEYS + HEADS) * DIM;
@@ -289,6 +341,7 @@ void check_quantised(const Attention& attention) {
 
 int main() {
   for (int rows : {5, 9}) check_long_product(rows);
+  for (int rows : {5, 9}) check_joined_products(rows);
   Delta().check();
   Attention attention;
   for (int position : {29, 1085, 4094, 8190}) attention.check(position);

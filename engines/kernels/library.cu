@@ -21,6 +21,7 @@ constexpr int DELTA_SPLIT = 2;
 #else
 constexpr int DELTA_SPLIT = 0;
 #endif
+constexpr int DELTA_WIDE_THREADS = SHARES * MAX_DIM / (DELTA_SPLIT == 2 ? 2 : 1);
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -253,11 +254,13 @@ void run_delta(const Call& call, const Attributes& a) {
     auto start = [&](auto kernel) {
       done(launch(kernel, grid, threads, call.stream(), dependent_launch(), t, n));
     };
-    if (key_dim == 128 && n.value_dim == 128 && DELTA_SPLIT != 0) {
-      constexpr unsigned split = DELTA_SPLIT == 0 ? 1 : DELTA_SPLIT;
-      done(launch_clusters(split, gated_delta_wide<T, split>, dim3(unsigned(n.value_heads) * split),
-                           SHARES * MAX_DIM / split, call.stream(), dependent_launch(), t, n));
-      return;
+    if constexpr (DELTA_SPLIT != 0) {
+      if (key_dim == 128 && n.value_dim == 128) {
+        done(launch_clusters(DELTA_SPLIT, gated_delta_wide<T, DELTA_SPLIT>,
+                             dim3(unsigned(n.value_heads * DELTA_SPLIT)), DELTA_WIDE_THREADS,
+                             call.stream(), dependent_launch(), t, n));
+        return;
+      }
     }
     if (key_dim == 128) return start(gated_delta<T, 32>);
     if (key_dim == 64) return start(gated_delta<T, 16>);

@@ -1,0 +1,315 @@
+// A verify step of the 9B in the launches of the `ort-fused` profile, without ONNX Runtime: what every
+// kernel costs in its place.   nvcc -std=c++17 -O3 -arch=sm_90 -I engines/kernels tests/gpu/trunk_bench.cu
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+using T = bf16;
+using Bytes = unsigned char;
+
+void check(cudaError_t e, const char* what) {
+  if (e == cudaSuccess) return;
+  printf("%s: %s\n", what, cudaGetErrorString(e));
+  fflush(stdout);
+  exit(1);
+}
+void check(const char* error) {
+  if (error == nullptr) return;
+  printf("launch: %s\n", error);
+  fflush(stdout);
+  exit(1);
+}
+DEVICE float noise(size_t i, unsigned seed) {
+  unsigned h = unsigned(i) * 2654435761u ^ seed ^ unsigned(i >> 32) * 40503u;
+  h ^= h >> 15;
+  h *= 2246822519u;
+  return float((h ^ h >> 13) & 0xffff) / 32768.0f - 1.0f;
+}
+template <class Value>
+__global__ void fill(Value* x, size_t n, unsigned seed, float scale) {
+  const size_t step = size_t(gridDim.x) * blockDim.x;
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += step) put(x[i], noise(i, seed) * scale);
+}
+
+cudaStream_t stream;
+// The median of `times` replays of what `work` launches, captured into a graph.
+float captured_us(const std::function<void()>& work, int times) {
+  work();
+  check(cudaStreamSynchronize(stream), "first");
+  cudaGraph_t graph;
+  cudaGraphExec_t ready;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "capture");
+  work();
+  check(cudaStreamEndCapture(stream, &graph), "captured");
+  check(cudaGraphInstantiate(&ready, graph, 0), "graph");
+  cudaEvent_t a, b;
+  cudaEventCreate(&a);
+  cudaEventCreate(&b);
+  std::vector<float> found(times);
+  for (float& us : found) {
+    cudaEventRecord(a, stream);
+    cudaGraphLaunch(ready, stream);
+    cudaEventRecord(b, stream);
+    cudaEventSynchronize(b);
+    cudaEventElapsedTime(&us, a, b);
+    us *= 1e3f;
+  }
+  check(cudaGetLastError(), "run");
+  cudaGraphExecDestroy(ready);
+  cudaGraphDestroy(graph);
+  cudaEventDestroy(a);
+  cudaEventDestroy(b);
+  std::sort(found.begin(), found.end());
+  return found[times / 2];
+}
+
+constexpr int LAYERS = 32, HIDDEN = 4096, INNER = 12288, VOCABULARY = 248320, SLOTS = 4101;
+struct Shape {
+  const char* name;
+  int depth, out;
+  bool gated;
+  std::vector<int> rows;
+};
+const std::vector<Shape> shapes = {{"in", HIDDEN, 12352, false, {8192, 4096, 32, 32}},
+                                   {"qkv", HIDDEN, 10240, false, {8192, 1024, 1024}},
+                                   {"out", 4096, HIDDEN, false, {HIDDEN}},
+                                   {"gate+up", HIDDEN, INNER, true, {INNER, INNER}},
+                                   {"down", INNER, HIDDEN, false, {HIDDEN}},
+                                   {"head", HIDDEN, VOCABULARY, false, {VOCABULARY}}};
+const Shape& shape_of(const std::string& name) {
+  return *std::find_if(shapes.begin(), shapes.end(), [&](const Shape& s) { return name == s.name; });
+}
+struct Product {
+  const T* x;
+  Segments s;
+  Around around;
+  int rows, depth, out;
+  bool gated;
+  T* y;
+  int units(int step) const {
+    int sum = 0;
+    for (int i = 0; i < (gated ? 1 : s.count); ++i) sum += (s.rows[i] + step - 1) / step;
+    return sum;
+  }
+};
+using Kernel = std::function<void(const Product&)>;
+
+int shared_share = -1;  // percent of the first cache level that kernels ask for as shared memory
+bool dependent = true;
+template <class... Parameters, class... Arguments>
+void start(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, int threads, Arguments... arguments) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, shared_share), "share");
+  check(launch_clusters(cluster, kernel, grid, threads, stream, dependent, arguments...));
+}
+template <int TILES, int AHEAD>
+Kernel plain_kernel() {
+  return [](const Product& p) {
+    auto go = [&](auto kernel, int step) {
+      start(1, kernel, dim3(p.units(step)), LINEAR_THREADS, p.x, p.s, p.around, p.rows, p.depth, p.out, p.y);
+    };
+    if (!p.gated) go(linear<T, TILES, 1, false, AHEAD>, 16 * TILES);
+    else if constexpr (TILES == 2) go(linear<T, 2, 1, true, AHEAD>, 16);
+  };
+}
+Kernel long_kernel() {
+  return [](const Product& p) {
+    start(1, linear_long<T, 1>, dim3(p.units(16)), LINEAR_THREADS, p.x, p.s, p.around, p.rows, p.depth, p.out, p.y);
+  };
+}
+
+struct Trunk {
+  std::map<std::string, Kernel> kernel;
+  int rows = 5;
+  bool folded = true;   // norms inside the products
+  std::string without;  // names of kernels left out, to see what they cost
+  Bytes* weights = nullptr;
+  T *h, *next_h, *x, *proj, *mixed, *delta, *inner, *logits, *caches, *windows;
+  float *squares, *states, *scratch;
+  int32_t* numbers;
+
+  template <class Value>
+  void take(Value*& to, size_t count, unsigned seed, float scale) {
+    check(cudaMalloc(&to, count * sizeof(Value)), "memory");
+    fill<<<2048, 256>>>(to, count, seed, scale);
+  }
+  static size_t bytes_of(const Shape& s) {
+    size_t sum = 0;
+    for (int r : s.rows) sum += size_t(r) * s.depth * sizeof(T);
+    return sum;
+  }
+  Trunk() {
+    size_t bytes = bytes_of(shapes[5]);
+    for (int i = 0; i < LAYERS; ++i) {
+      for (const char* name : {i % 4 == 3 ? "qkv" : "in", "out", "gate+up", "down"}) bytes += bytes_of(shape_of(name));
+    }
+    T* all;
+    take(all, bytes / sizeof(T), 1, 0.03f);
+    weights = reinterpret_cast<Bytes*>(all);
+    take(h, 1 << 16, 2, 1.0f);
+    for (T** to : {&next_h, &x, &proj, &mixed, &delta, &inner}) take(*to, 1 << 18, 3, 1.0f);
+    take(logits, size_t(8) * VOCABULARY, 4, 1.0f);
+    take(caches, size_t(16) * 4 * SLOTS * 256, 5, 1.0f);
+    take(windows, size_t(LAYERS) * 2 << 17, 6, 1.0f);
+    take(squares, 1 << 14, 7, 1.0f);
+    take(states, size_t(LAYERS) * STATE, 8, 0.1f);
+    take(scratch, 1 << 25, 9, 0.5f);
+    check(cudaMalloc(&numbers, 1 << 16), "numbers");
+    const int32_t first[2] = {3, 1000};  // kept, position
+    check(cudaMemcpy(numbers, first, 8, cudaMemcpyHostToDevice), "numbers");
+    for (const char* name : {"in", "qkv", "gate+up"}) kernel[name] = plain_kernel<2, 4>();
+    for (const char* name : {"out", "down"}) kernel[name] = plain_kernel<1, 8>();
+    kernel["head"] = long_kernel();
+    check(cudaDeviceSynchronize(), "fill");
+  }
+  static constexpr size_t S = 32 * 128 * 128, STATE = 2 * S + (1 << 18);
+  bool with(const char* name) const { return without.find(name) == std::string::npos; }
+  void product(const char* name, Bytes*& at, const T* from, const Around& around, T* to) {
+    const Shape& s = shape_of(name);
+    Product p = {from, {}, around, rows, s.depth, s.out, s.gated, to};
+    for (int r : s.rows) {
+      p.s.weight[p.s.count] = at;
+      p.s.rows[p.s.count++] = r;
+      at += size_t(r) * s.depth * sizeof(T);
+    }
+    if (with(name)) kernel.at(name)(p);
+  }
+  void rule(int layer) {
+    float* base = states + size_t(layer) * STATE;
+    DeltaTensors t = {};
+    t.proj = proj;
+    t.window = windows + (size_t(layer) * 2 << 17);
+    t.next_window = windows + (size_t(layer) * 2 + 1 << 17);
+    t.S = base;
+    t.next_S = base + S;
+    t.log_key = base + 2 * S;
+    t.log_delta = t.log_key + 32768;
+    t.log_decay = t.log_delta + 65536;
+    t.next_key = base + 2 * S + 131072;
+    t.next_delta = t.next_key + 32768;
+    t.next_decay = t.next_delta + 65536;
+    t.kept = numbers;
+    t.conv = t.rate = t.bias = t.norm = scratch;
+    t.y = mixed;
+    const DeltaSizes n = {rows, 16, 32, 128, 12352, 1e-6f};
+    if (with("delta")) start(2, gated_delta_wide<T, 2>, dim3(64), 512, t, n);
+  }
+  void attention(int layer) {
+    AttendSizes n = {};
+    n.rows = n.query_rows = rows;
+    n.heads = 16;
+    n.kv_heads = 4;
+    n.dim = 256;
+    n.rotary = 64;
+    n.slots = SLOTS;
+    n.stretches = stretch_of(SLOTS - 1) + 1;
+    n.query_stride = n.kv_stride = 10240;
+    n.head_stride = 512;
+    n.key_offset = 8192;
+    n.value_offset = 9216;
+    n.eps = 1e-6f;
+    n.offset = 1;
+    n.gated = true;
+    AttendTensors t = {};
+    t.query = t.kv = proj;
+    t.position = t.query_position = numbers + 1;
+    t.cos = t.sin = t.query_norm = t.key_norm = scratch;
+    t.best = scratch + (1 << 20);
+    t.total = scratch + (1 << 21);
+    t.mixed = scratch + (1 << 22);
+    t.y = mixed;
+    t.key = caches + size_t(layer / 4) * 2 * 4 * SLOTS * 256;
+    t.value = static_cast<T*>(t.key) + size_t(4) * SLOTS * 256;
+    if (!with("attend")) return;
+    start(1, attend_tensor<T, 24, true>, dim3(n.stretches, 4), ATTEND_THREADS, t, n, KvStorage());
+    start(1, merge_stretches<T>, dim3(16, rows), 256, t, n);
+  }
+  void norm(const T* from, const T* added, T* sum) {
+    if (!with("add_norm")) return;
+    start(1, add_norm<T>, dim3(rows), 512, from, added, (const float*)scratch, 1.0f, 1e-6f, HIDDEN, sum, x);
+  }
+  void run() {
+    Bytes* at = weights;
+    T *now = h, *next = next_h;
+    norm(now, nullptr, nullptr);
+    Around around, behind;  // of a product that joins; of the one behind it
+    auto join = [&](const char* name, const T* from, bool last) {
+      if (!folded || last) {
+        product(name, at, from, {}, delta);
+        norm(now, delta, next);
+      } else {
+        around.h = now;
+        around.weight = scratch;
+        around.offset = 1.0f;
+        around.sum = next;
+        around.next_squares = squares;
+        behind.squares = squares;
+        behind.slots = HIDDEN / SLOT;
+        behind.eps = 1e-6f;
+        product(name, at, from, around, x);
+      }
+      now = next;
+      next = now == next_h ? next_h + (1 << 16) : next_h;
+    };
+    for (int layer = 0; layer < LAYERS; ++layer) {
+      const bool full = layer % 4 == 3;
+      product(full ? "qkv" : "in", at, x, behind, proj);
+      if (full) attention(layer);
+      else rule(layer);
+      join("out", mixed, false);
+      product("gate+up", at, x, behind, inner);
+      join("down", inner, layer == LAYERS - 1);
+    }
+    product("head", at, x, {}, logits);
+    if (!with("pick")) return;
+    start(1, pick_stretch<T>, dim3(PICK_BLOCKS, rows), PICK_THREADS, (const T*)logits, VOCABULARY, scratch + (1 << 20), numbers + 64);
+    Verdict v = {};
+    v.next_ids = numbers + 4096;
+    start(1, pick, dim3(1), rows * 32, (const float*)(scratch + (1 << 20)), (const int32_t*)(numbers + 64), v, rows);
+  }
+  float us(int times = 9) {
+    return captured_us([&] { run(); }, times);
+  }
+  std::vector<uint16_t> result() {
+    std::vector<uint16_t> got(size_t(rows) * VOCABULARY);
+    check(cudaMemcpy(got.data(), logits, got.size() * 2, cudaMemcpyDeviceToHost), "logits");
+    return got;
+  }
+  void report(const char* what) {
+    for (int width : {5, 1}) {
+      rows = width;
+      const float all = us();
+      const auto seen = result();
+      dependent = false;
+      const float serial = us();
+      const bool same = result() == seen;
+      dependent = true;
+      printf("trunk, %s, W = %d: %.1f us (without dependent launch %.1f us, bits %s)\n", what, rows, all, serial,
+             same ? "the same" : "DIFFER");
+      for (const char* part : {"add_norm", "delta", "attend", "pick", "in", "qkv", "out", "gate+up", "down", "head"}) {
+        without = part;
+        const float rest = us(5);
+        printf("   without %-10s %8.1f us  (%.1f less)\n", part, rest, all - rest);
+      }
+      without = "";
+    }
+    rows = 5;
+  }
+};
+
+#ifndef SEARCH
+int main() {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  Trunk trunk;
+  trunk.report("norms in the products");
+  trunk.folded = false;
+  trunk.report("norms apart");
+  check(cudaDeviceSynchronize(), "end");
+}
+#endif
