@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
@@ -25,6 +25,14 @@ def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # protobuf has an exception of its own in every version
         raise InputError(f"{path}: not an ONNX graph ({error}); export the bundle again") from None
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            place = PurePosixPath(entry.value)
+            if entry.key == "location" and (place.parts[:1] != ("weights",) or ".." in place.parts):
+                raise InputError(
+                    f"{path}: a weight lies in {entry.value!r}, expected a file of weights/; "
+                    "export the bundle again"
+                )
     for node in model.graph.node:
         if node.domain not in ("", "ai.onnx"):
             raise InputError(

@@ -39,6 +39,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 HALF_WRITTEN = f".{MANIFEST}.partial"  # what a killed process leaves of one
 PROFILES = ("portable", "standard", "ort-cuda", "ort-fused")
+LARGEST_GRAPH = 1 << 31  # bytes, the limit of protobuf; ours have some MB
 DEBUG_OUTPUTS = ("logits", "S_rows")
 PREFILL_STEP = 32  # rows of the smallest chunk of the delta rule
 STORED_BYTES = {  # dtypes of safetensors
@@ -374,6 +375,11 @@ def _check_spec(where: str, got: EngineSpec, wanted: EngineSpec) -> None:
 def _check_graph(path: Path, digest: str, command: str) -> None:
     """The graph is the one that was exported."""
     try:
+        if (size := path.stat().st_size) > LARGEST_GRAPH:
+            raise InputError(
+                f"{path}: has {size} bytes, no graph has more than {LARGEST_GRAPH}; "
+                f"export it again: {command}"
+            )
         found = file_hash(path)
     except OSError as error:
         raise InputError(

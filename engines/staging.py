@@ -70,7 +70,7 @@ def locked(target: Path) -> Iterator[None]:
     """Hold the lock of `target`, or say that somebody else does."""
     path = target.with_name(f".{target.name}.lock")
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

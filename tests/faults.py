@@ -23,11 +23,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from eagle_chain.engines import compiler, worker
@@ -35,9 +37,13 @@ from eagle_chain.engines.cli import main
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.export import bundle
 from tests.standin import standins
-from tests.test_fuzz import SMALL, SMALL_DRAFT
 from tests.toy_pair import write_pair
 
+SMALL = {"hidden_size": 16, "vocab_size": 300, "intermediate_size": 24, "head_dim": 8}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL |= {"linear_key_head_dim": 4, "linear_value_head_dim": 6}
+SMALL_DRAFT = {"intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_DRAFT |= {"head_dim": 8, "draft_vocab_size": 40}
 WRITES = {"os.mkdir", "os.rename", "os.symlink", "os.link", "os.truncate", "os.chmod"}
 REMOVES = {"os.remove", "os.rmdir"}
 READS = {"os.listdir", "os.scandir"}
@@ -76,6 +82,12 @@ class ForkedCompiler:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
+
+
+def fork_compilers() -> None:
+    """Let builds of this process and its forks use `ForkedCompiler`."""
+    shim = SimpleNamespace(Popen=ForkedCompiler, DEVNULL=subprocess.DEVNULL)
+    worker.subprocess = shim  # type: ignore[assignment,attr-defined]
 
 
 class Fault:
@@ -262,6 +274,6 @@ def sweep(command: str, base: Path, step: int = 1) -> dict[str, list[dict[str, A
 
 if __name__ == "__main__":
     with standins(), graphs_made_once(), redirect_stdout(sys.stderr):
-        worker.subprocess.Popen = ForkedCompiler  # type: ignore[misc,assignment]
+        fork_compilers()
         seen = sweep(sys.argv[1], Path(sys.argv[2]).resolve(), int((*sys.argv[3:], 1)[0]))
     print(json.dumps(seen))

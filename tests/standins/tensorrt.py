@@ -297,7 +297,11 @@ class Runtime:
         if not data.startswith(HEADER) or os.environ.get("STANDIN_LOAD") == "none":
             self.log.log(ILogger.ERROR, "magic tag does not match")
             return None
-        return Engine(onnx.load_model_from_string(data[data.index(b"\n") + 1 :]))
+        try:
+            return Engine(onnx.load_model_from_string(data[data.index(b"\n") + 1 :]))
+        except Exception as error:
+            self.log.log(ILogger.ERROR, f"the plan is damaged: {error}")
+            return None
 
 
 class Engine:
