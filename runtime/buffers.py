@@ -7,6 +7,7 @@ where `copy_from`, `zero` and `write` are queued and only `read` waits.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +78,11 @@ class Memory(Protocol):
         """The device of every buffer of this memory."""
         ...
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held for work that another thread must not interleave with its own on this memory."""
+        ...
+
     def allocate(self, spec: TensorSpec) -> Buffer:
         """Return a new buffer of `spec`, all zero."""
         ...
@@ -131,6 +137,7 @@ class HostMemory:
     """Ordinary memory of this process."""
 
     device = "cpu"
+    lock = nullcontext()  # engines on it run beside each other
 
     def allocate(self, spec: TensorSpec) -> HostBuffer:
         """Return a new zeroed buffer, aligned for any engine."""

@@ -390,12 +390,13 @@ class Chain:
                 "they can share the sessions"
             )
         try:
-            if begin:
-                self.device.leave()
-                self._request = request
-            elif self._request is not request:
-                raise RuntimeError("this request is over: its chain has begun another one")
-            yield
+            with self.cache.memory.lock:  # chains of one stream take turns
+                if begin:
+                    self.device.leave()
+                    self._request = request
+                elif self._request is not request:
+                    raise RuntimeError("this request is over: its chain has begun another one")
+                yield
         finally:
             self._lock.release()
 

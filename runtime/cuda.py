@@ -8,6 +8,7 @@ and only `read`, `synchronize` and `Readback.values` wait for the device.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from math import prod
@@ -46,6 +47,7 @@ class CudaMemory:
         self.info = device_info(index)
         self.device = f"cuda:{index}"
         self.cuda = Calls(index)
+        self.lock = threading.RLock()  # one stream, one ring, one capture at a time
         self._ring: _Ring | None = None
         self._scratch: CudaBuffer | None = None
         self._capturing = False

@@ -71,23 +71,24 @@ class Engines:
         manifest = self.manifest
         weights = tuple(sorted((name, file.sha256) for name, file in manifest.files.items()))
         graphs = tuple(sorted(manifest.graphs.items()))
-        cache = Cache(
-            self.sessions["trunk"].spec,
-            self.memory,
-            manifest.options.capacity,
-            engines=(self.backend, graphs, weights),
-        )
-        guesses = self._drafter(cache, drafter, draft_kv)
-        return Chain(
-            self.sessions["trunk"],
-            cache,
-            guesses,
-            vocab_size=manifest.trunk.vocab_size,
-            stop_ids=self.stop_ids,
-            rollback=rollback,
-            ahead=ahead,
-            prefill=self._prefill(cache, guesses),
-        )
+        with self.memory.lock:
+            cache = Cache(
+                self.sessions["trunk"].spec,
+                self.memory,
+                manifest.options.capacity,
+                engines=(self.backend, graphs, weights),
+            )
+            guesses = self._drafter(cache, drafter, draft_kv)
+            return Chain(
+                self.sessions["trunk"],
+                cache,
+                guesses,
+                vocab_size=manifest.trunk.vocab_size,
+                stop_ids=self.stop_ids,
+                rollback=rollback,
+                ahead=ahead,
+                prefill=self._prefill(cache, guesses),
+            )
 
     def _prefill(self, cache: Cache, drafter: Drafter) -> Prefill | None:
         """Wide calls, if the bundle has engines for them."""

@@ -42,7 +42,7 @@ def test_any_fault_at_any_operation_leaves_a_whole_bundle(
     for kind, faults in seen.items():
         assert len(faults) >= 4, kind
         codes = {fault["code"] for fault in faults}
-        assert (-signal.SIGKILL if kind == "kill" else 2) in codes, kind
+        assert {"kill": -signal.SIGKILL, "interrupt": 130}.get(kind, 2) in codes, kind
     bundles = [fault["bundle"] for faults in seen.values() for fault in faults]
     assert bundles.count("old") > 8 and bundles.count("new") > 3
 
@@ -53,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     pair = write_pair(folder, layers=4, aux=[0, 1, 3])
     words = ["export", *map(str, pair), "-o", str(folder / "bundle"), "--aux-layers", "0,1,3"]
-    assert main([*words, "--capacity", "64"]) == 0
+    assert main([*words, "--capacity", "64", "--prefill", "0"]) == 0
     assert main(["build", str(folder / "bundle"), *RTX]) == 0
     return folder
 
@@ -88,7 +88,8 @@ def test_a_disk_that_is_full_during_a_build_is_one_sentence(
     assert contents(bundle) == before
     assert not list(bundle.rglob("*.partial")) and not list(bundle.parent.glob(".*"))
     assert main(["build", str(bundle), *RTX]) == 0
-    assert len(Manifest.load(bundle).plans) == 4
+    manifest = Manifest.load(bundle)
+    assert len(manifest.plans) == len(manifest.specs)
 
 
 @rtx

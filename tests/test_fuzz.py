@@ -1,6 +1,6 @@
 """Damaged input of every kind, for as long as CI has time: success or one sentence, nothing else.
 
-`tests.fuzz` has the targets and their mutators; it runs here for half a second each, the same
+`tests.fuzz` has the targets and their mutators; it runs here for a third of a second each, the same
 inputs every time, and by hand for hours (docs/reliability.md). What is not a file comes from
 hypothesis.
 """
@@ -32,7 +32,7 @@ from tests.fuzz import PIECES, TARGETS
 from tests.toy_pair import draft_config, trunk_config, write_pair
 
 ROOT = Path(__file__).parent.parent
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.5"))  # of a processor, for each target
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.3"))  # of a processor, for each target
 EXAMPLES = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")),
     deadline=None,
@@ -60,7 +60,7 @@ def test_no_input_ends_in_anything_but_success_or_a_sentence(tmp_path: Path) -> 
     assert done.returncode == 0
     assert report.keys() == TARGETS.keys()
     assert all(r["inputs"] > 0 and r["peak_mb"] < PEAK for r in report.values())
-    assert sum(r["refused"] for r in report.values()) > 300
+    assert sum(r["refused"] for r in report.values()) > 150
 
 
 # The fuzzer itself ---------------------------------------------------------------------------

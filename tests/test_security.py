@@ -52,21 +52,31 @@ FORBIDDEN_ATTRIBUTES = {  # of a module
 MARK = "executed"
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
-    sizes: dict[str, Any] = {"sizes": SMALL, "draft_sizes": SMALL_DRAFT}
-    return write_pair(tmp_path, layers=4, aux=[0, 1, 3], tokenizer=True, **sizes)
-
-
 def export(pair: tuple[Path, Path], bundle: Path, *flags: str) -> int:
     words = ["--capacity", "32", "--aux-layers", "0,1,3", *flags]
     return main(["export", *map(str, pair), "-o", str(bundle), *words])
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair and its bundle, for every test to have a copy of."""
+    folder = tmp_path_factory.mktemp("made")
+    sizes: dict[str, Any] = {"sizes": SMALL, "draft_sizes": SMALL_DRAFT}
+    pair = write_pair(folder, layers=4, aux=[0, 1, 3], tokenizer=True, **sizes)
+    assert export(pair, folder / "bundle", "--prefill", "0") == 0
+    return folder
+
+
 @pytest.fixture
-def bundle(pair: tuple[Path, Path], tmp_path: Path) -> Path:
-    assert export(pair, tmp_path / "bundle") == 0
-    return tmp_path / "bundle"
+def pair(made: Path, tmp_path: Path) -> tuple[Path, Path]:
+    for role in ("trunk", "draft"):
+        shutil.copytree(made / role, tmp_path / role)
+    return tmp_path / "trunk", tmp_path / "draft"
+
+
+@pytest.fixture
+def bundle(pair: tuple[Path, Path], made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "bundle", tmp_path / "bundle", symlinks=True))
 
 
 def edited(bundle: Path, change: Any) -> None:
