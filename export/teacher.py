@@ -145,7 +145,7 @@ class Teacher:
                 row, ids = ids[: round.rows], ids[round.rows :]
                 choices = self._prompt(row, ids, round.wide, counters)
             else:
-                choices = self._verify(self._drafted(pending, round, counters), round, counters)
+                choices = self._verify(pending, round, counters)
             if -1 in choices:
                 raise InputError(
                     f"the reference's logits in round {self._number} are not finite: a weight or "
@@ -175,9 +175,10 @@ class Teacher:
             self._draft(shifted, out, counters["position"], len(row) - 1)
         return choices
 
-    def _verify(self, row: list[int], round: Round, counters: Mapping[str, int]) -> list[int]:
+    def _verify(self, pending: int, round: Round, counters: Mapping[str, int]) -> list[int]:
         """Let the trunk judge drafts; its choices up to the one that is pending now."""
-        out = self._run("trunk", self._fed(row, self.width, counters))
+        fed, out = self._drafted(pending, round, counters)
+        self._note("trunk", fed, out)
         self._draft(out["next_ids"], out, counters["position"], round.accepted)
         choices: list[int] = out["next_ids"].tolist()
         return choices[: round.joins]
@@ -188,8 +189,10 @@ class Teacher:
             **{name: _ints(value) for name, value in counters.items()},
         }
 
-    def _drafted(self, pending: int, round: Round, counters: Mapping[str, int]) -> list[int]:
-        """The pending token and drafts of which the trunk confirms exactly `round.accepted`.
+    def _drafted(
+        self, pending: int, round: Round, counters: Mapping[str, int]
+    ) -> tuple[Tensors, Tensors]:
+        """A call with drafts of which the trunk confirms exactly `round.accepted`: its both ends.
 
         The first wrong one is followed by what the trunk chooses behind it: only a prefix counts.
         A row depends on the rows before it, so each pass settles at least one more.
@@ -203,7 +206,7 @@ class Teacher:
             if round.accepted < len(better):
                 better[round.accepted] = (better[round.accepted] + 1) % self.vocabulary
             if better == drafts:
-                return [pending, *drafts]
+                return fed, out
             drafts = better
 
     def _draft(self, ids: Tensor, trunk: Tensors, position: int, row: int) -> None:
@@ -221,13 +224,18 @@ class Teacher:
             guess = self._run("draft_step", fed)
 
     def _run(self, engine: str, fed: Tensors) -> Tensors:
-        """One call, noted; the states move on."""
-        session = self.sessions[engine]
-        spec = self.manifest.specs[engine]
-        taken = {t.name: TORCH_TYPES[t.dtype] for t in spec.all_inputs}
+        """One call, fed what the bundle's dtype can hold, and noted."""
+        taken = self._taken(engine)
         fed = {name: value.to(taken[name]).to(value.dtype) for name, value in fed.items()}
+        session = self.sessions[engine]
+        out = session.run({**fed, **self._states_of(session)})
+        self._note(engine, fed, out)
+        return out
+
+    def _note(self, engine: str, fed: Tensors, out: Tensors) -> None:
+        """Keep a call; the states move on."""
+        session, taken = self.sessions[engine], self._taken(engine)
         states = self._states_of(session)
-        out = session.run({**fed, **states})
         inputs = {**fed, **states} if self._whole else fed
         grown = int(fed["position"]) + len(fed["ids"]) if session.spec.states else 0
         cut = {} if self._whole else {s.output: s.rows_axis for s in session.spec.states}
@@ -240,7 +248,11 @@ class Teacher:
             )
         )
         self.states |= {pair.input: out[pair.output] for pair in session.spec.states}
-        return out
+
+    def _taken(self, engine: str) -> dict[str, torch.dtype]:
+        """The dtypes that the bundle's engine takes."""
+        spec = self.manifest.specs[engine]
+        return {t.name: TORCH_TYPES[t.dtype] for t in spec.all_inputs}
 
     def _states_of(self, session: EagerSession) -> Tensors:
         return {pair.input: self.states[pair.input] for pair in session.spec.states}
