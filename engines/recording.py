@@ -9,7 +9,6 @@ no PyTorch.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import parse_json
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.staging import staged
-from eagle_chain.engines.strict_json import decode, dumps, encode
+from eagle_chain.engines.strict_json import decode, dumps, encode, shown
 
 FORMAT = 1
 INDEX = "recording.json"
@@ -59,15 +58,16 @@ class Recording:
             ("layers", self.layers, len(manifest.trunk.layer_types)),
             ("width", self.width, options.width),
             ("capacity", self.capacity, options.capacity),
+            ("engines", sorted({name for name, _ in self.calls}), sorted(manifest.specs)),
             ("weights", sorted(self.weights.values()), sorted(ours.values())),
         ):
             if got != wanted:
-                words = (
-                    f"was recorded with other {what}"
-                    if what == "weights"
-                    else f"was recorded with {what} {got}, the bundle has {wanted}"
+                pair = f"{what} {shown(got)}, the bundle has {shown(wanted)}"
+                words = "other weights" if what == "weights" else pair
+                raise InputError(
+                    f"{folder}: was recorded with {words}; record it again: "
+                    "eagle-chain parity BUNDLE --save FOLDER"
                 )
-                raise InputError(f"{folder}: {words}; record it again: parity BUNDLE --save")
 
 
 def polygraphy() -> Any:
@@ -144,17 +144,20 @@ def read_calls(folder: Path, recording: Recording) -> Iterator[Call]:
     module, seen = polygraphy(), dict[str, int]()
     for engine, round in recording.calls:
         number = seen[engine] = seen.get(engine, -1) + 1
-        content = [
+        inputs, results = (
             _loaded(module, _file(folder, engine, kind, number)) for kind in ("inputs", "outputs")
-        ]
+        )
         try:
-            outputs = dict(content[1][RUNNER][0])
-            yield Call(engine, round, dict(content[0]), outputs)
-        except (TypeError, IndexError, KeyError, ValueError) as error:
+            if RUNNER not in results:
+                raise KeyError(RUNNER)
+            outputs = {name: results[RUNNER][0][name] for name in results[RUNNER][0]}
+            call = Call(engine, round, dict(inputs), outputs)
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
+            path = _file(folder, engine, "outputs", number)
             raise InputError(
-                f"{_file(folder, engine, 'outputs', number)}: is not what was recorded ({error}); "
-                "record it again"
+                f"{path}: is not what was recorded ({error}); record it again"
             ) from None
+        yield call
 
 
 def _file(folder: Path, engine: str, kind: str, number: int) -> Path:
@@ -162,9 +165,11 @@ def _file(folder: Path, engine: str, kind: str, number: int) -> Path:
 
 
 def _loaded(module: Any, path: Path) -> Any:
+    from polygraphy.exception import PolygraphyException  # type: ignore[import-untyped]
+
+    if not path.is_file():
+        raise InputError(f"{path}: is missing; record it again")
     try:
         return module.load_json(str(path))
-    except FileNotFoundError:
-        raise InputError(f"{path}: is missing; record it again") from None
-    except (json.JSONDecodeError, ValueError) as error:
+    except (PolygraphyException, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: is damaged ({error}); record it again") from None

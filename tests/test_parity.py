@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -298,3 +299,74 @@ def test_the_layout_of_ort_cuda_is_understood(bundle: Path, recording: Path) -> 
     comparison.add(last, wrong)
     fault = comparison.first_fault()
     assert fault is not None and fault.tensor == "layers.1.log_beta"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "recording.json").unlink(), "no recording; make one where PyTorch is"),
+        (lambda f: (f / "recording.json").write_text("{"), "recording.json: "),
+        (lambda f: (f / "recording.json").write_text("[]"), "recording.json: "),
+        (lambda f: _first(f, "outputs").unlink(), "is missing; record it again"),
+        (lambda f: _cut(_first(f, "inputs")), "is damaged"),
+        (lambda f: _first(f, "outputs").write_text("{}"), "is not what was recorded"),
+        (lambda f: _first(f, "inputs").write_text("{}"), "the recording has nothing for ids"),
+        (lambda f: _first(f, "inputs").write_text("[1]"), "is not what was recorded"),
+        (lambda f: _replaced(f, '"width": 5', '"width": 4'), "with width 4, the bundle has 5"),
+        (lambda f: _replaced(f, '"layers": 8', '"layers": 4'), "with layers 4, the bundle has 8"),
+        (lambda f: _replaced(f, '["encoder", 0]', '["../x", 0]'), "was recorded with engines"),
+        (lambda f: _replaced(f, '"format": 1', '"format": 9'), "format is 9"),
+    ],
+    ids=str,
+)
+def test_a_damaged_recording_is_one_sentence(
+    bundle: Path,
+    recording: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,
+    words: str,
+) -> None:
+    folder = tmp_path / "recording"
+    shutil.copytree(recording, folder)
+    damage(folder)
+    capsys.readouterr()
+    assert main(["parity", str(bundle), "--load", str(folder)]) == 2
+    printed = capsys.readouterr().err
+    assert words in printed and "Traceback" not in printed
+
+
+def _first(folder: Path, kind: str) -> Path:
+    return folder / "trunk" / kind / "0000000000.json"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _replaced(folder: Path, old: str, new: str) -> None:
+    path = folder / "recording.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_bad_words_are_refused_before_work_begins(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "letter.txt").write_text("mine")
+    for words, said in (
+        (["--save", "a", "--load", "b"], "give one of them"),
+        (["--dtype", "fp16"], "are for the few layers of --layers N"),
+        (["--layers", "9"], "--layers is 9, expected 3 to 8"),
+        (["--layers", "2"], "--layers is 2, expected 3 to 8"),
+        (["--layers", "4", "--dtype", "bf16", "--backend", "onnxruntime-cpu"], "exported as bf16"),
+        (["--load", str(tmp_path / "none")], "so it is no recording"),
+        (["--save", str(taken)], "is there and is no recording"),
+    ):
+        capsys.readouterr()
+        assert main(["parity", str(bundle), *words]) == 2, words
+        assert said in capsys.readouterr().err
+    assert (taken / "letter.txt").read_text() == "mine"
