@@ -76,6 +76,9 @@ class Chain:
         ahead: Let the device decide, one round launched ahead of the host, while the drafter and
             the room for tokens allow it. None: where the memory is a GPU's.
         prefill: Wide calls on this cache, for prompts.
+
+    Attributes:
+        device: The rounds that need no host.
     """
 
     def __init__(

@@ -53,10 +53,20 @@ class Stand:
         return clock(self.memory, self.launch, runs, WARM_UP, self.stand)
 
     def wall(self, runs: int) -> Clock | None:
-        """Time rounds by the wall as `Chain.generate` runs them; None if too few fit."""
-        runs = min(runs, (self.chain.cache.capacity - self.position) // (self.k + 1) - WARM_UP - 2)
+        """Time rounds by the wall as `Chain.generate` runs them; None if too few fit.
+
+        Random states may give logits that are not finite, where a chain ends: then zeros must do.
+        """
+        runs = min(runs, (self.cache.capacity - self.position) // (self.k + 1) - WARM_UP - 2)
         if runs < 1:
             return None
+        try:
+            return self._timed(runs)
+        except FloatingPointError:
+            self.cache.reset()
+            return self._timed(runs)
+
+    def _timed(self, runs: int) -> Clock:
         self.stand()
         rounds = self.chain.rounds([0], k=self.k, append=True, stop_ids=())
         for _ in range(WARM_UP + 1):  # the first is the prompt

@@ -14,6 +14,8 @@ from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.runtime import bench
 from eagle_chain.runtime.buffers import HostMemory
 from eagle_chain.runtime.measure import Clock, random_tensors, state_bytes
+from eagle_chain.runtime.stand import Stand
+from tests.toy import Toy
 from tests.toy_pair import write_pair
 
 
@@ -104,6 +106,16 @@ def test_the_plot_is_a_picture(bundle: Path, tmp_path: Path) -> None:
     assert main(["bench", str(bundle), "--sweep", "--runs", "2", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", str(bundle), "--runs", "1", "--plot", str(tmp_path / "no/p.png")]) == 2
+
+
+def test_states_that_give_no_numbers_are_timed_as_zeros() -> None:
+    """A chain stops at such logits; random bits of a quantised KV can give them."""
+    toy = Toy(1)
+    stand = Stand(toy.sessions, toy.capacity, 4, 10)
+    for _, buffers in stand.cache.states:
+        buffers[0].write(np.nan)
+    taken = stand.wall(3)
+    assert taken is not None and len(taken.times) == 2, "as many as fit behind the warm-up"
 
 
 def test_the_floor_is_that_of_the_weights() -> None:
