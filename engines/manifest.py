@@ -30,6 +30,7 @@ from eagle_chain.engines.spec import (
     draft_prefill_spec,
     draft_spec,
     encoder_spec,
+    mtp_spec,
     prefill_spec,
     trunk_spec,
 )
@@ -91,9 +92,9 @@ class Plan:
 
 
 def engine_specs(
-    trunk: TrunkConfig, draft: DraftConfig | None, options: Options
+    trunk: TrunkConfig, draft: DraftConfig | None, options: Options, mtp: bool = False
 ) -> dict[str, EngineSpec]:
-    """The specs of all engines of a bundle, by name."""
+    """The specs of all engines of a bundle, by name; `mtp` adds those of the trunk's own head."""
     aux_layers = draft.aux_layers if draft else ()
     specs = {"trunk": trunk_spec(trunk, aux_layers, options)}
     if draft is not None:
@@ -101,6 +102,11 @@ def engine_specs(
             "encoder": encoder_spec(draft, options),
             "draft": draft_spec(draft, options.width, options),
             "draft_step": draft_spec(draft, 1, options),
+        }
+    if mtp:
+        specs |= {
+            "mtp": mtp_spec(trunk, options.width, options),
+            "mtp_step": mtp_spec(trunk, 1, options),
         }
     if options.prefill:
         specs["prefill"] = prefill_spec(trunk, aux_layers, options)
@@ -117,6 +123,7 @@ class Manifest:
     options: Options
     trunk: TrunkConfig
     draft: DraftConfig | None
+    mtp: bool = False  # whether the trunk's own head is part of it
     specs: dict[str, EngineSpec]
     graphs: dict[str, str]  # file -> sha256
     files: dict[str, WeightFile]  # weights/trunk/model.safetensors -> ...
@@ -283,7 +290,7 @@ def _checked(data: Any) -> Manifest:
     depth = len(manifest.trunk.layer_types)
     manifest.overrides.check(manifest.draft.head_dim if manifest.draft else None, depth)
     _check_names(manifest)
-    wanted = engine_specs(manifest.trunk, manifest.draft, manifest.options)
+    wanted = engine_specs(manifest.trunk, manifest.draft, manifest.options, manifest.mtp)
     if manifest.specs.keys() != wanted.keys():
         raise InputError(
             f"specs has {listed(manifest.specs)}, expected {listed(wanted)} for these configs"

@@ -218,7 +218,7 @@ def trunk_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Option
     Outputs: `next_ids` [W] greedy choice per row (-1 where the logits are not finite), `accepted`
     [1] drafted rows confirmed from the front, `pending` [1] = next_ids[accepted], `next_kept` [1] =
     accepted + 1, `next_position` [1] = position + next_kept, `features` [W, A*H] the residual
-    stream after the A aux layers, `hidden` [W, H] after the final norm.
+    stream after the A aux layers (absent without any), `hidden` [W, H] after the final norm.
     With `sampling` two more inputs: `temperature` [1], 0 for the greedy choice, and `uniform`
     [C + W], the number in [0, 1) by which the token behind each position is drawn.
     """
@@ -229,9 +229,11 @@ def trunk_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Option
         TensorSpec("pending", "int32", (1,)),
         TensorSpec("next_kept", "int32", (1,)),
         TensorSpec("next_position", "int32", (1,)),
-        TensorSpec("features", options.dtype, (width, len(aux_layers) * hidden)),
-        TensorSpec("hidden", options.dtype, (width, hidden)),
     ]
+    if aux_layers:
+        features = TensorSpec("features", options.dtype, (width, len(aux_layers) * hidden))
+        outputs.append(features)
+    outputs.append(TensorSpec("hidden", options.dtype, (width, hidden)))
     states: list[StatePair] = []
     for i, kind in enumerate(config.layer_types):
         prefix = f"layers.{i}"
@@ -319,22 +321,52 @@ def draft_spec(config: DraftConfig, rows: int, options: Options) -> EngineSpec:
     Outputs: `token` [1] drafted trunk-vocabulary id (-1 where the logits are not finite), `g_next`
     [1, H] the recurrence of that row, `next_position` [1] = position + row + 1.
     """
-    hidden = config.hidden_size
+    return _layer_spec(
+        "draft_step" if rows == 1 else "draft",
+        rows,
+        config.hidden_size,
+        config.draft_vocab_size,
+        kv_pairs("draft", config.kv_heads, config.head_dim, options),
+        options,
+    )
+
+
+def mtp_spec(config: TrunkConfig, rows: int, options: Options) -> EngineSpec:
+    """One call of the trunk's own head over R rows: `mtp` with W rows, `mtp_step` with 1.
+
+    Inputs and outputs as in `draft_spec`; `g` is the trunk's `hidden` or the `g_next` of the step
+    before, both after a final norm.
+    """
+    return _layer_spec(
+        "mtp_step" if rows == 1 else "mtp",
+        rows,
+        config.hidden_size,
+        config.vocab_size,
+        kv_pairs("mtp", config.kv_heads, config.head_dim, options),
+        options,
+    )
+
+
+def _layer_spec(
+    name: str,
+    rows: int,
+    hidden: int,
+    vocab: int,
+    states: tuple[StatePair, ...],
+    options: Options,
+) -> EngineSpec:
+    """A draft layer whose output enters it again."""
     outputs = [
         TensorSpec("token", "int32", (1,)),
         TensorSpec("g_next", options.dtype, (1, hidden)),
         TensorSpec("next_position", "int32", (1,)),
     ]
     if "logits" in options.debug:
-        outputs.append(TensorSpec("logits", "fp32", (1, config.draft_vocab_size)))
-    return EngineSpec(
-        "draft_step" if rows == 1 else "draft",
-        (
-            TensorSpec("ids", "int32", (rows,)),
-            TensorSpec("g", options.dtype, (rows, hidden)),
-            TensorSpec("position", "int32", (1,)),
-            TensorSpec("row", "int32", (1,)),
-        ),
-        tuple(outputs),
-        kv_pairs("draft", config.kv_heads, config.head_dim, options),
+        outputs.append(TensorSpec("logits", "fp32", (1, vocab)))
+    inputs = (
+        TensorSpec("ids", "int32", (rows,)),
+        TensorSpec("g", options.dtype, (rows, hidden)),
+        TensorSpec("position", "int32", (1,)),
+        TensorSpec("row", "int32", (1,)),
     )
+    return EngineSpec(name, inputs, tuple(outputs), states)

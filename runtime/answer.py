@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import phases
+from eagle_chain.runtime.adaptive import Drafts
 from eagle_chain.runtime.chain import Chain, Options
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ def answer(
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
-    k: int | None,
+    k: Drafts,
     check: bool,
     show: Show,
     temperature: float = 0.0,
@@ -110,7 +111,7 @@ def answer(
         tokenizer: Turns tokens into text.
         prompt: Token ids.
         max_new_tokens: Budget.
-        k: Drafts per round, None for as many as the bundle allows.
+        k: Drafts per round, None for as many as the bundle allows, "auto" to choose per round.
         check: Whether to compare with plain greedy decoding.
         show: Called with every piece of text.
         temperature: As in `Chain.stream`, like the next.

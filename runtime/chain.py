@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime.adaptive import Adaptive, Drafts, Fixed, Pace
 from eagle_chain.runtime.cache import Cache, Snapshot
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DeviceDrafter, Drafter, NoDrafter
@@ -41,7 +42,7 @@ class Options(TypedDict, total=False):
     """What a request may say beside its prompt, see `Chain.stream`."""
 
     max_new_tokens: int | None
-    k: int | None
+    k: Drafts
     stop_ids: Collection[int] | None
     append: bool
     temperature: float
@@ -54,7 +55,7 @@ class _Request:
 
     prompt: list[int]
     max_new_tokens: int | None
-    k: int
+    pace: Pace
     stops: frozenset[int]
     append: bool
     temperature: float
@@ -100,6 +101,7 @@ class Chain:
         self.prefill = prefill
         self.vocab_size = vocab_size
         self.stop_ids = frozenset(stop_ids)
+        self._adaptive = Adaptive(cache.width)
         self._replay = rollback == "replay"
         self._trunk = [trunk.bind(cache.tensors(parity)) for parity in (0, 1)]
         self.device = Rounds(cache, self._trunk)
@@ -117,8 +119,9 @@ class Chain:
         Args:
             ids: The prompt, at least one id; prompt and new tokens fit in the capacity.
             **options: max_new_tokens: Budget; None is as many as fit.
-                k: Drafts per round, below the width; None is width - 1, 0 decodes plainly and
-                leaves the drafter out, so that a later request that appends finds a gap in its KV.
+                k: Drafts per round, below the width; None is width - 1, "auto" chooses for each
+                round, see `Adaptive`. 0 decodes plainly and leaves the drafter out, so that a later
+                request that appends finds a gap in its KV.
                 stop_ids: Ids that end the request, themselves emitted; None is the chain's own.
                 append: Keep the sequence in the cache and put `ids` behind `cache.tokens`. To go on
                 from the last token emitted, begin with `cache.pending`.
@@ -170,17 +173,19 @@ class Chain:
     def reset(self) -> None:
         """Empty the cache; ends any request that is still open."""
         with self._turn(object(), begin=True):
-            self.cache.reset()
+            self._empty()
 
     def snapshot(self) -> Snapshot:
         """Copy the sequence as it stands, to branch from it later."""
         with self._turn(self._request):
+            self.drafter.settle()
             return self.cache.snapshot()
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken; ends any request that is still open."""
         with self._turn(object(), begin=True):
             self.cache.rollback(snapshot)
+            self.drafter.reset()
 
     def _checked(
         self,
@@ -188,7 +193,7 @@ class Chain:
         fed: Fed = _unheard,
         *,
         max_new_tokens: int | None = None,
-        k: int | None = None,
+        k: Drafts = None,
         stop_ids: Collection[int] | None = None,
         append: bool = False,
         temperature: float = 0.0,
@@ -196,13 +201,7 @@ class Chain:
     ) -> _Request:
         """Refuse bad arguments before anything runs."""
         prompt = self._check_prompt(ids, append)
-        most = self.cache.width - 1
-        k = most if k is None else _whole("k", k)
-        if not 0 <= k <= most:
-            raise InputError(
-                f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
-                "one row for the pending token and one per draft"
-            )
+        pace = self._pace(k)
         if max_new_tokens is not None and _whole("max_new_tokens", max_new_tokens) < 0:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
         stops = self.stop_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
@@ -215,7 +214,20 @@ class Chain:
             )
         if not 0 <= _whole("seed", seed) < 1 << 64:
             raise InputError(f"seed is {seed}, expected 0 to 2^64 - 1")
-        return _Request(prompt, max_new_tokens, k, stops, append, float(temperature), seed, fed)
+        return _Request(prompt, max_new_tokens, pace, stops, append, float(temperature), seed, fed)
+
+    def _pace(self, k: Drafts) -> Pace:
+        """What decides how many drafts a round asks for."""
+        if k == "auto":
+            return self._adaptive
+        most = self.cache.width - 1
+        k = most if k is None else _whole("k", k)
+        if not 0 <= k <= most:
+            raise InputError(
+                f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
+                "one row for the pending token and one per draft"
+            )
+        return Fixed(k)
 
     def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
         prompt = _ids("the prompt", ids)
@@ -237,15 +249,16 @@ class Chain:
         return prompt
 
     def _rounds(self, request: _Request) -> Iterator[Round]:
-        cache, prompt, stops = self.cache, request.prompt, request.stops
-        drafter = self.drafter if request.k else PLAIN
+        cache, prompt, stops, pace = self.cache, request.prompt, request.stops, request.pace
+        drafter = self.drafter if pace.most else PLAIN
         with self._turn(request, begin=True):
             start = time.perf_counter()
             if request.append:
                 self._check_prompt(prompt, True)  # another request may have run since
             else:
-                cache.reset()
+                self._empty()
             cache.draw(request.temperature, request.seed)
+            pace.begin()
             calls = self._feed_prompt(prompt, drafter, request.fed)
             seconds = time.perf_counter() - start
         room, out_of_room = cache.capacity - len(cache.tokens), "capacity"
@@ -255,20 +268,28 @@ class Chain:
         tokens = cut([cache.pending], room, stops)
         reason = _finish(tokens, room, stops, out_of_room)
         yield Round(tokens, 0, 0, len(prompt), calls, seconds, 0.0, reason)
-        runs_ahead = self._runs_ahead(drafter, request.k)
+        asked: int | None = None
         while reason is None:
             room -= len(tokens)
             with self._turn(request):
                 start = drafted = time.perf_counter()
-                if runs_ahead and room > request.k:
-                    tokens, count, accepted, calls = self._round_ahead(request, drafter, room)
+                before, asked = asked, pace.choose()
+                drafter = PLAIN if pace.given_up else drafter
+                same = before in (None, asked) and room > asked
+                if same and self._runs_ahead(drafter, asked):
+                    step = self._round_ahead(request, drafter, asked, room)
+                    tokens, count, accepted, calls = step
                 else:
-                    drafts = drafter.propose(tokens[-1], min(request.k, room - 1))
+                    self.device.leave()
+                    drafts = drafter.propose(tokens[-1], min(asked, room - 1))
                     drafted, count = time.perf_counter(), len(drafts)
                     tokens, accepted, calls = self._round([tokens[-1], *drafts], room, stops)
                 end = time.perf_counter()
             reason = _finish(tokens, room, stops, out_of_room)
-            yield Round(tokens, count, accepted, 0, calls, end - start, drafted - start, reason)
+            times = (end - start, drafted - start)
+            round = Round(tokens, count, accepted, 0, calls, *times, reason)
+            pace.add(round)
+            yield round
 
     def _runs_ahead(self, drafter: Drafter, k: int) -> bool:
         """Whether rounds of k drafts can run from device buffers alone."""
@@ -277,7 +298,7 @@ class Chain:
         return not k or (isinstance(drafter, DeviceDrafter) and len(drafter.parts(0, k)) > 0)
 
     def _round_ahead(
-        self, request: _Request, drafter: Drafter, room: int
+        self, request: _Request, drafter: Drafter, k: int, room: int
     ) -> tuple[tuple[int, ...], int, int, int]:
         """One round decided on the device, which runs the next one while this one is read.
 
@@ -285,10 +306,15 @@ class Chain:
             The tokens that are now settled, how many drafts there were, how many of the tokens are
             drafts, the trunk calls made.
         """
-        cache, k, pending = self.cache, request.k, self.cache.pending
+        cache, pending = self.cache, self.cache.pending
         assert pending is not None, "a round starts from a pending token"
-        guesses = drafter if isinstance(drafter, DeviceDrafter) else None  # PLAIN
-        ahead = room > k + 1  # what this round leaves, if only one token, is enough for the next
+        guesses = drafter if k and isinstance(drafter, DeviceDrafter) else None
+        if k:
+            drafter.settle()
+        else:
+            drafter.observe(pending)
+        # what this round leaves, if only one token, is enough for the next
+        ahead = room > k + 1 and request.pace.repeats(k)
         verdict = self.device.run(guesses, k, ahead=ahead)
         tokens = cut(verdict.tokens, room, request.stops)
         if -1 in verdict.tokens:
@@ -330,12 +356,17 @@ class Chain:
         cache.commit(len(tokens), tokens[-1])
         return tokens, min(accepted, len(tokens)), calls
 
+    def _empty(self) -> None:
+        self.cache.reset()
+        self.drafter.reset()
+
     def _feed_prompt(self, prompt: list[int], drafter: Drafter, fed: Fed = _unheard) -> int:
         """Feed a prompt behind the cache, in wide calls as far as they are worth it."""
         cache, prefill, calls = self.cache, self.prefill, 0
         while prefill is not None and (rows := prefill.next_rows(len(prompt))):
             ids, prompt = prompt[:rows], prompt[rows:]
             drafter.observe(ids[0])
+            drafter.settle()  # what it writes behind its rows must not hit those of this call
             calls += 1
             if prefill.feed(ids, prompt[0], draft=drafter is self.drafter):
                 fed(len(cache.tokens))

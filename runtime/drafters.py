@@ -1,13 +1,14 @@
 """Drafters guess the tokens after the pending one; the chain checks every guess.
 
-Alignment, for all of them: row i of a draft pairs token i+1 with feature i and stands at position
-i. So the rows of a trunk call can be drafted from once the token after its last kept row is known:
-the next prompt token, the pending one, or whatever the caller continues with instead.
+Alignment, for all that have a KV: row i of a draft pairs token i+1 with feature i and stands at
+position i. So the rows of a trunk call can be drafted from once the token after its last kept row
+is known: the next prompt token, the pending one, or whatever the caller continues with instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, runtime_checkable
 
 from eagle_chain.engines.errors import InputError
@@ -21,14 +22,28 @@ Part = tuple[str, Binding]  # one engine run of a round, under a name for clocks
 
 
 class Drafter(Protocol):
-    """Guesses tokens. What it remembers of a sequence lives in the cache, which can rewind it."""
+    """Guesses tokens for one cache; the chain tells it of every trunk call, in order.
+
+    Device state of a sequence is claimed from the cache, which can rewind it.
+    """
 
     def observe(self, token: int) -> None:
-        """Take in the kept rows of the last trunk call, which `token` follows."""
+        """Take in the kept rows of the last trunk call, which `token` follows.
+
+        The work may be put off until `propose` or `settle`.
+        """
         ...
 
     def propose(self, token: int, k: int) -> list[int]:
         """Observe, then guess up to `k` trunk-vocabulary ids to follow `token`."""
+        ...
+
+    def settle(self) -> None:
+        """Do what was put off: the cache is about to be copied, or read by the device alone."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the sequence: the cache is empty now, or stands elsewhere."""
         ...
 
 
@@ -39,8 +54,8 @@ class DeviceDrafter(Drafter, Protocol):
     def parts(self, parity: int, k: int) -> Sequence[Part]:
         """The runs that put k guesses behind `ids[0]` of the trunk call at `parity`.
 
-        They read what the call before left and `Cache.follow` would write. None at all: this
-        drafter needs the host.
+        They read what the call before left and `Cache.follow` would write, and nothing may be put
+        off. None at all: this drafter needs the host.
         """
         ...
 
@@ -55,17 +70,28 @@ class NoDrafter:
         """Return no guess."""
         return []
 
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
 
 class EagleDrafter:
-    """EAGLE-3: encoder over the trunk's features, one draft layer, its own output re-fed.
+    """EAGLE-3 or MTP: one layer over what the trunk leaves per row, its own output re-fed.
 
-    `observe` runs all W rows of the last call from their true features (the `extend`); the rows
-    behind the last kept one are never attended and are overwritten by the next extend, as are the
-    rows that single steps wrote from guesses. The guesses of a round are read only at its end.
+    EAGLE-3 reads `features` through an encoder, MTP reads `hidden` as it is; the rest is the same.
+    An extend runs up to W rows from their true features; rows behind the last kept one are never
+    attended and are overwritten by the next extend, as are the rows that single steps wrote from
+    guesses. The guesses of a round are read only at its end.
+
+    Rows that nobody drafts from are put off: their features are copied aside, and one extend takes
+    in up to W of them together. So a round without drafts costs a copy, and an extend once per W
+    tokens.
 
     Args:
         cache: The sequence to draft for.
-        encoder: `features` [W, A*Ht] -> `g` [W, H].
+        encoder: `features` [W, A*Ht] -> `g` [W, H]; None for a layer that reads `hidden` [W, H].
         draft: The draft layer over W rows.
         draft_step: The same layer over one row.
         draft_kv: "kept" holds one KV row per token of the sequence; "scratch" starts each round
@@ -75,7 +101,7 @@ class EagleDrafter:
     def __init__(
         self,
         cache: Cache,
-        encoder: Session,
+        encoder: Session | None,
         draft: Session,
         draft_step: Session,
         draft_kv: DraftKV = "kept",
@@ -84,35 +110,50 @@ class EagleDrafter:
             raise InputError(f"draft_kv is {draft_kv!r}, expected 'kept' or 'scratch'")
         self.cache = cache
         self.scratch = draft_kv == "scratch"
+        self.encoded = encoder is not None
         if cache.width < 2:
             raise InputError("a trunk of width 1 has no row for a draft: export with --width 5")
         kv = cache.claim(draft.spec.states)
         self.kv = kv
         allocate = draft.memory.allocate
-        self._g = allocate(encoder.spec.outputs[0])
+        read = "features" if encoder else "hidden"
+        self._read = [outputs[read] for outputs in cache.outputs]
+        self._aside = allocate(replace(self._read[0].spec, name="aside"))  # rows put off
+        self._ids: list[int] = []  # the token behind each of them
+        self._start = 0  # where the first of them stands
+        encoded = allocate(encoder.spec.outputs[0]) if encoder else None
+        self._g = [rows if encoded is None else encoded for rows in self._read]
         zero = allocate(TensorSpec("row", "int32", (1,)))
         self._first: dict[str, Buffer] = {}  # the one row of a scratch round
         if self.scratch:
             self._first = {t.name: allocate(t) for t in draft_step.spec.inputs}
+        self._late = {t.name: allocate(t) for t in draft.spec.inputs if t.name != "g"}
+        self._late["g"] = self._aside if encoded is None else encoded
         # guess j leaves its recurrence and position where guess j + 1 enters, and its token in row
         # j + 1 of the trunk's ids, where that guess and the trunk read it
         left = [t for t in draft.spec.outputs if t.name != "token"]
         guesses = [{t.name: allocate(t) for t in left} for _ in range(cache.width - 1)]
+
+        def encode(rows: Buffer) -> list[Part]:
+            if encoder is None or encoded is None:
+                return []
+            return [(encoder.spec.name, encoder.bind({"features": rows, "g": encoded}))]
+
         self._runs: list[list[Part]] = []
+        self._late_runs: list[list[Part]] = []
         for parity in (0, 1):
             ids, outputs = cache.inputs[parity]["ids"], cache.outputs[parity]
             tokens = [ids.rows(j) for j in range(1, cache.width)]
-            encode = encoder.bind({"features": outputs["features"], "g": self._g})
             entry: dict[str, Buffer] = self._first or {
                 "ids": outputs["next_ids"],
-                "g": self._g,
+                "g": self._g[parity],
                 "position": cache.inputs[1 - parity]["position"],  # of the call before
                 "row": outputs["accepted"],
             }
-            extend = (draft_step if self.scratch else draft).bind(
-                {**entry, **guesses[0], "token": tokens[0], **kv}
-            )
-            runs: list[Part] = [("encoder", encode), ("draft", extend)]
+            first = {**guesses[0], "token": tokens[0], **kv}
+            extend = (draft_step if self.scratch else draft).bind({**entry, **first})
+            runs = [*encode(outputs[read]), (draft.spec.name, extend)]
+            self._lead = len(runs)
             for j in range(1, cache.width - 1):
                 before = guesses[j - 1]
                 tensors = {
@@ -122,17 +163,25 @@ class EagleDrafter:
                     "row": zero,
                 }
                 tensors |= {**guesses[j], "token": tokens[j], **kv}
-                runs.append(("draft_step", draft_step.bind(tensors)))
+                runs.append((draft_step.spec.name, draft_step.bind(tensors)))
             self._runs.append(runs)
+            late = draft.bind({**self._late, **first})
+            self._late_runs.append([*encode(self._aside), (draft.spec.name, late)])
 
     def parts(self, parity: int, k: int) -> Sequence[Part]:
-        """Encoder, extend, k - 1 steps; scratch rounds copy a row that the host must choose."""
-        return [] if self.scratch else self._runs[parity][: k + 1]
+        """The extend and k - 1 steps; scratch rounds copy a row that the host must choose."""
+        return [] if self.scratch else self._runs[parity][: self._lead + k - 1]
 
     def observe(self, token: int) -> None:
-        """Run the extend over the last call, unless nothing was kept or KV is scratch."""
-        if self.cache.kept and not self.scratch:
+        """Run the extend over a full call, put fewer rows off; nothing if KV is scratch."""
+        cache = self.cache
+        if self.scratch or not cache.kept:
+            return
+        self._make_room()
+        if cache.kept == cache.width:
             self._run_extend(token)
+        else:
+            self._put_off(token)
 
     def propose(self, token: int, k: int) -> list[int]:
         """Extend, then k - 1 single steps; a guess without finite logits is the round's end."""
@@ -142,8 +191,8 @@ class EagleDrafter:
         if self.scratch:
             self._start_scratch(token)
         else:
-            self._run_extend(token)
-        for _, step in self._runs[self.cache.parity][2 : k + 1]:
+            self._extend_to(token)
+        for _, step in self._runs[self.cache.parity][self._lead : self._lead + k - 1]:
             step.run()
         ids = self.cache.inputs[self.cache.parity]["ids"].read()
         guesses = [int(id) for id in ids[1 : k + 1]]
@@ -154,15 +203,57 @@ class EagleDrafter:
                 buffer.zero()
         return guesses[: guesses.index(-1)]
 
+    def settle(self) -> None:
+        """Run the extend over the rows that were put off."""
+        ids, late = self._ids, self._late
+        if not ids:
+            return
+        late["ids"].write([*ids, *[-1] * (self.cache.width - len(ids))])
+        late["position"].write(self._start)
+        late["row"].write(len(ids) - 1)
+        for _, part in self._late_runs[self.cache.parity]:
+            part.run()
+        self._ids = []
+
+    def reset(self) -> None:
+        """Drop the rows that were put off: they belong to another sequence."""
+        self._ids = []
+
+    def _extend_to(self, token: int) -> None:
+        """Extend over all rows up to the last kept one, together with those put off if they fit."""
+        self._make_room()
+        if self._ids:
+            self._put_off(token)
+            self.settle()
+        else:
+            self._run_extend(token)
+
+    def _make_room(self) -> None:
+        """Settle unless the kept rows of the last call follow those put off, and fit in as well."""
+        cache, held = self.cache, len(self._ids)
+        if self._start + held != cache.position or held + cache.kept > cache.width:
+            self.settle()
+
+    def _put_off(self, token: int) -> None:
+        """Copy the kept rows of the last call aside."""
+        cache = self.cache
+        if not self._ids:
+            self._start = cache.position
+        there = self._aside.rows(len(self._ids), cache.kept)
+        there.copy_from(self._read[cache.parity], cache.kept)
+        self._ids += [*cache.tokens[cache.position + 1 :], token]
+
     def _run_extend(self, token: int) -> None:
         self.cache.follow(token)
-        for _, part in self._runs[self.cache.parity][:2]:
+        for _, part in self._runs[self.cache.parity][: self._lead]:
             part.run()
 
     def _start_scratch(self, token: int) -> None:
         """One row at slot 0: the feature of the last kept row with the token after it."""
-        (_, encode), (_, extend) = self._runs[self.cache.parity][:2]
-        encode.run()
-        self._first["g"].copy_from(self._g, 1, start=self.cache.kept - 1)
+        parity = self.cache.parity
+        *encode, (_, extend) = self._runs[parity][: self._lead]
+        for _, part in encode:
+            part.run()
+        self._first["g"].copy_from(self._g[parity], 1, start=self.cache.kept - 1)
         self._first["ids"].write(token)
         extend.run()

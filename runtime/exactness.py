@@ -96,6 +96,12 @@ class Script:
     def observe(self, token: int) -> None:
         """Do nothing."""
 
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
     def propose(self, token: int, k: int) -> list[int]:
         """Return up to k tokens, as far as plain's go."""
         start = len(self._cache.tokens) + 1

@@ -6,13 +6,13 @@ import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, cast
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_bounded
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime.answer import answer, printable
-from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTERS, open_engines
+from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTER_HELP, DRAFTERS, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 LARGEST_PROMPT = 16 << 20  # bytes: more tokens than any trunk has positions
@@ -39,9 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take the text as a user's message and put it into the model's chat template",
     )
     parser.add_argument(
-        "--drafter", choices=DRAFTERS, help="who guesses (eagle; none decodes plainly)"
+        "--drafter",
+        choices=DRAFTERS,
+        help=f"{DRAFTER_HELP} (the first of eagle, mtp, none that the bundle has)",
     )
-    parser.add_argument("-k", type=int, help="guesses per trunk pass (as many as the bundle has)")
+    parser.add_argument(
+        "-k",
+        type=drafts,
+        help="guesses per trunk pass; auto: for each as many as pay by what the last ones gave "
+        "and took (as many as the bundle has)",
+    )
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=256, help="most tokens to add (256)"
     )
@@ -111,6 +118,16 @@ def run(arguments: argparse.Namespace) -> Outcome:
     for warning in given.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return Outcome(given.to_json(), passed=given.exact is not False)
+
+
+def drafts(text: str) -> int | Literal["auto"]:
+    """What -k takes."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def _prompt(text: str | None, file: Path | None) -> str:

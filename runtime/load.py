@@ -15,6 +15,7 @@ from eagle_chain.runtime.buffers import HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain, Rollback
 from eagle_chain.runtime.drafters import Drafter, DraftKV, EagleDrafter, NoDrafter
+from eagle_chain.runtime.ngram import NgramDrafter
 from eagle_chain.runtime.ort import OrtSession
 from eagle_chain.runtime.ort_bound import open_bound
 from eagle_chain.runtime.prefill import Follower, Prefill
@@ -22,7 +23,7 @@ from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.tokenizer import stop_token_ids
 
 Backend = Literal["auto", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
-DrafterName = Literal["eagle", "none"]
+DrafterName = Literal["eagle", "mtp", "ngram", "none"]
 BACKENDS: tuple[Backend, ...] = (
     "auto",
     "onnxruntime-cpu",
@@ -36,7 +37,12 @@ BACKEND_HELP = (
     "profile)"
 )
 MOST_THREADS = 1024  # ONNX Runtime starts whatever it is told to, until the machine stands still
-DRAFTERS: tuple[DrafterName, ...] = ("eagle", "none")
+DRAFTERS: tuple[DrafterName, ...] = ("eagle", "mtp", "ngram", "none")  # the best first
+DRAFTER_HELP = (
+    "who guesses: eagle, the draft; mtp, the trunk's own head; ngram, what followed the last time "
+    "the text read like this; none decodes plainly"
+)
+WITH_KV: tuple[DrafterName, ...] = ("eagle", "mtp")  # drafters that know `draft_kv`
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class Engines:
     sessions: dict[str, Session]
     stop_ids: frozenset[int]  # ends of text of the trunk's config, end of turn of the tokenizer
 
+    @property
+    def drafters(self) -> tuple[DrafterName, ...]:
+        """The drafters that this bundle has."""
+        return bundle_drafters(self.manifest)
+
     def chain(
         self,
         *,
@@ -60,13 +71,13 @@ class Engines:
         """Make a chain with a cache of its own.
 
         Args:
-            drafter: "eagle", or "none" to decode plainly; None is the draft of the bundle, if any.
+            drafter: One of `drafters`; None is `default_drafter`.
             draft_kv: "kept" over the whole sequence, or "scratch" per round.
             rollback: "log" or "replay", see `Chain`.
             ahead: Whether the device decides, see `Chain`.
 
         Raises:
-            InputError: There is no such drafter or option, or no draft in the bundle.
+            InputError: There is no such drafter or option, or the bundle does not have it.
         """
         manifest = self.manifest
         weights = tuple(sorted((name, file.sha256) for name, file in manifest.files.items()))
@@ -90,6 +101,11 @@ class Engines:
                 prefill=self._prefill(cache, guesses),
             )
 
+    @property
+    def default_drafter(self) -> DrafterName:
+        """The draft of the bundle, else the trunk's own head, else none."""
+        return next((name for name in WITH_KV if name in self.drafters), "none")
+
     def _prefill(self, cache: Cache, drafter: Drafter) -> Prefill | None:
         """Wide calls, if the bundle has engines for them."""
         trunk = self.sessions.get("prefill")
@@ -97,20 +113,32 @@ class Engines:
             return None
         follower = None
         if isinstance(drafter, EagleDrafter) and not drafter.scratch:
-            follower = Follower(self.sessions["draft_prefill"], drafter.kv)
+            engine = "draft_prefill" if drafter.encoded else "mtp_prefill"
+            follower = Follower(self.sessions[engine], drafter.kv)
         return Prefill(trunk, cache, follower)
 
     def _drafter(self, cache: Cache, name: DrafterName | None, draft_kv: DraftKV) -> Drafter:
-        if name is None:
-            name = "eagle" if self.manifest.draft else "none"
-        if name == "none":
-            return NoDrafter()
-        if name != "eagle":
+        name = name or self.default_drafter
+        if name not in DRAFTERS:
             raise InputError(f"drafter is {name!r}, expected one of {', '.join(DRAFTERS)}")
-        if not self.manifest.draft:
-            raise InputError("this bundle holds no draft: export it with one, or use drafter none")
+        if name not in self.drafters:
+            lacks = {"eagle": "no EAGLE draft", "mtp": "no MTP head"}[name]
+            raise InputError(
+                f"this bundle holds {lacks}: export it with one, or use one of the drafters "
+                f"{', '.join(self.drafters)}"
+            )
         s = self.sessions
-        return EagleDrafter(cache, s["encoder"], s["draft"], s["draft_step"], draft_kv)
+        if name == "eagle":
+            return EagleDrafter(cache, s["encoder"], s["draft"], s["draft_step"], draft_kv)
+        if name == "mtp":
+            return EagleDrafter(cache, None, s["mtp"], s["mtp_step"], draft_kv)
+        return NgramDrafter(cache) if name == "ngram" else NoDrafter()
+
+
+def bundle_drafters(manifest: Manifest) -> tuple[DrafterName, ...]:
+    """The drafters that a bundle has, the best first."""
+    missing = {"eagle": manifest.draft is None, "mtp": not manifest.mtp}
+    return tuple(name for name in DRAFTERS if not missing.get(name))
 
 
 def load(

@@ -28,7 +28,15 @@ from eagle_chain.runtime.exactness import (
     Script,
     decode_plainly,
 )
-from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTERS, Engines, open_engines
+from eagle_chain.runtime.load import (
+    BACKEND_HELP,
+    BACKENDS,
+    DRAFTERS,
+    WITH_KV,
+    Engines,
+    bundle_drafters,
+    open_engines,
+)
 from eagle_chain.runtime.prompts import TextFile, cut_prompts, read_text
 from eagle_chain.runtime.stats import Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -136,12 +144,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def _ways(arguments: argparse.Namespace, manifest: Manifest) -> list[Way]:
     """All combinations of what was asked for."""
     asked = arguments.drafters
-    if asked is None:
-        asked = SCRIPTED if manifest.draft is None else ",".join(CHOICES["drafters"])
+    held = [SCRIPTED, *(name for name in bundle_drafters(manifest) if name != "none")]
+    asked = ",".join(held) if asked is None else asked
     drafters = _listed("--drafters", asked, CHOICES["drafters"])
-    if manifest.draft is None and drafters != [SCRIPTED]:
+    lacking = [name for name in drafters if name not in held]
+    if lacking:
         raise InputError(
-            f"{arguments.bundle}: holds no draft, so that only --drafters scripted can be verified"
+            f"{arguments.bundle}: has no {lacking[0]}, so that only --drafters {','.join(held)} "
+            "can be verified"
         )
     widest = manifest.options.width - 1
     numbers = [str(k) for k in range(1, widest + 1)]
@@ -152,7 +162,7 @@ def _ways(arguments: argparse.Namespace, manifest: Manifest) -> list[Way]:
         Way(drafter, k, rollback, draft_kv)
         for drafter in drafters
         for rollback in rollbacks
-        for draft_kv in ([None] if drafter == SCRIPTED else draft_kvs)
+        for draft_kv in (draft_kvs if drafter in WITH_KV else [None])
         for k in ks
     ]
 

@@ -1,5 +1,7 @@
 """EAGLE's alignment: rows, positions, selector, recurrence and KV against row-by-row oracles."""
 
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 import itertools
@@ -33,6 +35,7 @@ def scripted_eagle(
 
 
 def draft_kv(chain: Chain, rows: int) -> bytes:
+    chain.drafter.settle()
     buffers = [pair[0].read() for _, pair in chain.cache._states[-2:]]
     return b"".join(np.ascontiguousarray(b[0, :, :rows]).tobytes() for b in buffers)
 
@@ -83,6 +86,79 @@ def test_guesses_and_kv_equal_the_oracle_after_every_accept_count(toy: Toy, k: i
             assert draft_kv(chain, n) == b"".join(parts)
             seen.add(drafter.script.planned[-1])
         assert seen == set(range(k + 1))
+
+
+class Paced:
+    """Asks for drafts as a list says."""
+
+    most, given_up = 4, False
+
+    def __init__(self, ks: list[int]) -> None:
+        self.ks = itertools.cycle(ks)
+
+    def begin(self) -> None: ...
+
+    def choose(self) -> int:
+        return next(self.ks)
+
+    def repeats(self, k: int) -> bool:
+        return False
+
+    def add(self, round: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "ks", [[0, 4], [0, 0, 1], [2, 0, 0, 0, 0, 0, 0, 0], [0] * 6 + [1] + [0] * 13 + [4, 4, 0]]
+)
+def test_rounds_without_drafts_leave_no_trace_in_later_guesses(toy: Toy, ks: list[int]) -> None:
+    """Guesses and KV are those of a drafter that ran after every call, row by row."""
+    for seed in range(4):
+        prompt = toy.prompt(seed, 3 + 4 * seed)
+        truth, steps = toy.decode(prompt, 44)
+        chain, drafter = scripted_eagle(toy, truth, [1, 4, 0, 2, 3])
+        chain._adaptive = Paced(ks)  # type: ignore[assignment]
+        asked = 0
+        for round in chain.rounds(prompt, max_new_tokens=44, k="auto"):
+            asked += round.drafted > 0
+            if not round.drafted:
+                continue
+            n, guesses = drafter.guesses[-1]
+            want, kv = toy.draft_rows(truth[: n + 1], [s.feature for s in steps], len(guesses))
+            assert guesses == want
+            parts = (np.ascontiguousarray(kv[part]).tobytes() for part in ("key", "value"))
+            assert draft_kv(chain, n) == b"".join(parts)
+        assert asked > 1
+
+
+def test_off_the_draft_runs_once_per_w_tokens(toy: Toy) -> None:
+    prompt = toy.prompt(0, 7)
+    chain = toy.chain()
+    chain._adaptive = Paced([0])  # type: ignore[assignment]
+    calls = [toy.sessions[name].calls for name in ("draft", "encoder", "draft_step")]
+    for list_ in calls:
+        list_.clear()
+    chain.generate(prompt, max_new_tokens=44, k="auto")
+    # the prompt's first 5 rows, its last 2 with 3 of the rounds, then 5 at a time of the other 39
+    assert [len(list_) for list_ in calls] == [1 + 1 + 7, 1 + 1 + 7, 0]
+    assert [c["position"][0] for c in calls[0]] == [0, *range(5, 45, 5)]
+    assert {c["row"][0] for c in calls[0]} == {4}
+
+
+def test_a_snapshot_taken_while_rows_are_put_off_is_whole(toy: Toy) -> None:
+    prompt = toy.prompt(0, 8)
+    truth, steps = toy.decode(prompt, 40)
+    chain, drafter = scripted_eagle(toy, truth, [0])
+    chain._adaptive = Paced([0])  # type: ignore[assignment]
+    chain.generate(prompt, max_new_tokens=4, k="auto")  # rows 5 to 9 wait, and row 10
+    assert chain.cache.pending is not None
+    held, ids = chain.snapshot(), [chain.cache.pending]
+    for _ in range(2):
+        chain.generate(toy.prompt(1, 20), max_new_tokens=9)
+        chain.rollback(held)
+        chain.generate(ids, max_new_tokens=5, append=True)
+        n, guesses = drafter.guesses[-2]
+        want, _ = toy.draft_rows(truth[: n + 1], [s.feature for s in steps], max(1, len(guesses)))
+        assert guesses == want[: len(guesses)] and guesses
 
 
 def test_rejected_drafts_do_not_influence_later_guesses(toy: Toy) -> None:
@@ -176,11 +252,11 @@ def test_plain_decoding_leaves_the_drafter_alone(toy: Toy) -> None:
 
 def test_encoder_rows_are_those_of_the_last_call(toy: Toy) -> None:
     chain = toy.chain()
-    chain.generate(toy.prompt(8, 7), max_new_tokens=2)
+    chain.generate(toy.prompt(8, 7), max_new_tokens=1)
     cache = chain.cache
     features = cache.outputs[cache.parity]["features"].read()
-    chain.drafter.observe(3)
-    got = chain.drafter._g.read()  # type: ignore[attr-defined]
+    chain.drafter.propose(3, 1)
+    got = chain.drafter._g[0].read()  # type: ignore[attr-defined]
     assert np.array_equal(got, by_row(toy.fc, features))
 
 

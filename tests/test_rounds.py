@@ -126,6 +126,7 @@ def told(memories: Memories, seed: int = 3, **options: Any) -> Told:
 def live(toy: Toy, chain: Chain) -> Tensors:
     """What of the trunk's and the draft's states belongs to the sequence."""
     cache = chain.cache
+    chain.drafter.settle()
     states = cache_states(cache, toy.specs["trunk"])
     found = live_states(states, cache.kept, len(cache.tokens))
     for pair, buffers in cache.states[-2:]:  # rows of the draft: those of calls before the last

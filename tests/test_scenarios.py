@@ -85,6 +85,14 @@ class Noisy:
         """As the other drafter."""
         self.drafter.observe(token)
 
+    def settle(self) -> None:
+        """As the other drafter."""
+        self.drafter.settle()
+
+    def reset(self) -> None:
+        """As the other drafter."""
+        self.drafter.reset()
+
     def propose(self, token: int, k: int) -> list[int]:
         """The other drafter is always asked, so that its KV has no gap."""
         own = self.drafter.propose(token, k)

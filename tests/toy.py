@@ -461,6 +461,10 @@ class Script:
         self.planned: list[int] = []
         self.told: list[tuple[int, int]] = []  # length of the sequence, token said to follow it
 
+    def settle(self) -> None: ...
+
+    def reset(self) -> None: ...
+
     def observe(self, token: int) -> None:
         self.told.append((len(self.cache.tokens), token))
 
@@ -484,6 +488,12 @@ class Scripted:
     def observe(self, token: int) -> None:
         self.script.observe(token)
         self.drafter.observe(token)
+
+    def settle(self) -> None:
+        self.drafter.settle()
+
+    def reset(self) -> None:
+        self.drafter.reset()
 
     def propose(self, token: int, k: int) -> list[int]:
         self.guesses.append((len(self.script.cache.tokens), self.drafter.propose(token, k)))
