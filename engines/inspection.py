@@ -74,11 +74,15 @@ def pair_lines(
     ignored: Mapping[str, int],
     options: Options,
     overrides: DraftOverrides = NONE,
+    *,
+    mtp: bool,
 ) -> list[str]:
     """What a pair is and what engines are made of it, a line each."""
     lines = [f"trunk    {trunk_line(trunk)}"]
     if draft is not None:
         lines += draft_lines(draft, overrides)
+    if mtp:
+        lines.append("mtp      the trunk's own draft head, one layer; shares embedding and head")
     return [
         *lines,
         f"ignored  {ignored_line(ignored)}",
@@ -175,6 +179,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "trunk": manifest.trunk.to_plain(),
         "draft": manifest.draft.to_plain() if manifest.draft else None,
         "overrides": list(manifest.overrides.words()),
+        "mtp": manifest.mtp,
         "aux_layers": list(manifest.aux_layers),
         "ignored": manifest.ignored,
         "engines": {name: _engine(spec) for name, spec in manifest.specs.items()},
@@ -207,7 +212,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
 def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
     """The report for people."""
     made = manifest.trunk, manifest.draft, manifest.ignored, manifest.options
-    for line in pair_lines(*made, manifest.overrides):
+    for line in pair_lines(*made, manifest.overrides, mtp=manifest.mtp):
         print(line)
     for line in source_lines(manifest.draft) if manifest.draft else []:
         print(line)
@@ -230,7 +235,7 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
     )
     print(
         f"KV       {manifest.options.kv_type}, {memory['kv_per_token']:,} bytes a token "
-        "(trunk and draft)"
+        "(trunk and drafts)"
     )
     for plan in report["plans"]:
         size = human_bytes(plan["bytes"]) if plan["bytes"] is not None else "missing"

@@ -30,6 +30,7 @@ from eagle_chain.engines.spec import (
     draft_prefill_spec,
     draft_spec,
     encoder_spec,
+    mtp_prefill_spec,
     mtp_spec,
     prefill_spec,
     trunk_spec,
@@ -112,6 +113,8 @@ def engine_specs(
         specs["prefill"] = prefill_spec(trunk, aux_layers, options)
         if draft is not None:
             specs["draft_prefill"] = draft_prefill_spec(draft, options)
+        if mtp:
+            specs["mtp_prefill"] = mtp_prefill_spec(trunk, options)
     return specs
 
 
@@ -169,8 +172,9 @@ class Manifest:
 
     def export_command(self, folder: str | os.PathLike[str]) -> str:
         """The command that makes this bundle again."""
-        words = [*_sources(Path(folder)), "-o", str(folder), *self.arguments]
-        return f"eagle-chain export {shlex.join(words)}"
+        sources = _sources(Path(folder), self.draft is not None)
+        words = shlex.join([*sources, "-o", str(folder), *self.arguments])
+        return f"eagle-chain export {words}"
 
 
 def file_hash(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
@@ -240,13 +244,13 @@ def check_prefill(options: Options) -> None:
         )
 
 
-def _sources(folder: Path) -> tuple[str, str]:
+def _sources(folder: Path, draft: bool = True) -> list[str]:
     """The checkpoint folders as far as the bundle's links still lead to them."""
-    links = folder / "weights" / "trunk", folder / "weights" / "draft"
-    trunk, draft = (
-        str(link.resolve()) if link.is_symlink() and link.exists() else None for link in links
-    )
-    return trunk or "TRUNK", draft or "DRAFT"
+    links = [folder / "weights" / role for role in (("trunk", "draft") if draft else ("trunk",))]
+    return [
+        str(link.resolve()) if link.is_symlink() and link.exists() else link.name.upper()
+        for link in links
+    ]
 
 
 def _parse(folder: Path) -> Manifest:

@@ -273,9 +273,11 @@ def prefill_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Opti
         TensorSpec("pending", "int32", (1,)),
         TensorSpec("next_kept", "int32", (1,)),
         TensorSpec("next_position", "int32", (1,)),
-        TensorSpec("features", options.dtype, (rows, len(aux_layers) * hidden)),
-        TensorSpec("hidden", options.dtype, (rows, hidden)),
     ]
+    if aux_layers:
+        features = TensorSpec("features", options.dtype, (rows, len(aux_layers) * hidden))
+        outputs.append(features)
+    outputs.append(TensorSpec("hidden", options.dtype, (rows, hidden)))
     if "logits" in options.debug:
         outputs.append(TensorSpec("logits", "fp32", (1, config.vocab_size)))
     ids, *counters = (t for t in trunk.inputs if t.dtype == "int32")  # nothing is drawn here
@@ -300,6 +302,25 @@ def draft_prefill_spec(config: DraftConfig, options: Options) -> EngineSpec:
         ),
         (),
         kv_pairs("draft", config.kv_heads, config.head_dim, options),
+    )
+
+
+def mtp_prefill_spec(config: TrunkConfig, options: Options) -> EngineSpec:
+    """The KV rows of the trunk's own head for P rows of a prompt, as `draft_prefill_spec`.
+
+    Inputs: `ids` [P], `hidden` [P, H] of the prefill, `position` [1], `rows` [1].
+    """
+    rows = options.prefill
+    return EngineSpec(
+        "mtp_prefill",
+        (
+            TensorSpec("ids", "int32", (rows,)),
+            TensorSpec("hidden", options.dtype, (rows, config.hidden_size)),
+            TensorSpec("position", "int32", (1,)),
+            TensorSpec("rows", "int32", (1,)),
+        ),
+        (),
+        kv_pairs("mtp", config.kv_heads, config.head_dim, options),
     )
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -30,7 +30,7 @@ from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.engines.staging import staged
 from eagle_chain.engines.version import library_version
-from eagle_chain.export.checkpoint import Checkpoint, open_pair
+from eagle_chain.export.checkpoint import Checkpoint, open_mtp, open_pair, open_trunk
 from eagle_chain.export.graph import STANDARD_PROFILES, build_graphs
 
 TOKENIZER_FILES = (
@@ -53,24 +53,45 @@ _ELEMENT: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A trunk and a draft made for it, read but not loaded."""
+    """A trunk and what drafts for it, read but not loaded."""
 
     trunk_config: TrunkConfig
-    draft_config: DraftConfig
+    draft_config: DraftConfig | None
     trunk: Checkpoint
-    draft: Checkpoint
+    draft: Checkpoint | None
     overrides: DraftOverrides = NONE  # with which the draft was opened
+    mtp: Checkpoint | None = None  # the trunk's own head, if it is to be exported
+
+    @property
+    def checkpoints(self) -> list[tuple[str, str, Checkpoint]]:
+        """Folder below `weights`, what stands before a tensor's name there, the tensors."""
+        held = (("trunk", "", self.trunk), ("draft", "draft.", self.draft), ("trunk", "", self.mtp))
+        return [(role, prefix, found) for role, prefix, found in held if found is not None]
 
 
-def read_pair(trunk: Path, draft: Path, overrides: DraftOverrides = NONE) -> Pair:
-    """Open both checkpoints and check that they fit each other."""
-    (trunk_config, trunk_files), (draft_config, draft_files) = open_pair(trunk, draft, overrides)
-    return Pair(trunk_config, draft_config, trunk_files, draft_files, overrides)
+def read_pair(
+    trunk: Path, draft: Path | None, overrides: DraftOverrides = NONE, *, mtp: bool = True
+) -> Pair:
+    """Open the checkpoints and check that they fit each other.
+
+    Args:
+        trunk: Folder of the trunk.
+        draft: Folder of its EAGLE draft; None if there is none.
+        overrides: What to take instead of the draft's config.
+        mtp: Whether to take the trunk's own head, if it has one.
+    """
+    if draft is None:
+        config, files = open_trunk(trunk)
+        pair = Pair(config, None, files, None, overrides)
+    else:
+        (config, files), (draft_config, draft_files) = open_pair(trunk, draft, overrides)
+        pair = Pair(config, draft_config, files, draft_files, overrides)
+    return replace(pair, mtp=open_mtp(files, config)) if mtp else pair
 
 
 def export_bundle(
     trunk: Path,
-    draft: Path,
+    draft: Path | None,
     target: Path,
     options: Options,
     *,
@@ -105,7 +126,7 @@ def write_bundle(
         copy: Whether weight files are copied into the bundle instead of linked.
         arguments: Of the export command, for the sentence that says how to make it again.
     """
-    for checkpoint in (pair.trunk, pair.draft):
+    for _, _, checkpoint in pair.checkpoints:
         if _resolved(target) in [
             _resolved(checkpoint.folder),
             *_resolved(checkpoint.folder).parents,
@@ -115,9 +136,10 @@ def write_bundle(
                 "choose another folder for the bundle"
             )
     table = weight_table(pair)
-    specs = engine_specs(pair.trunk_config, pair.draft_config, options)
+    mtp = pair.mtp is not None
+    specs = engine_specs(pair.trunk_config, pair.draft_config, options, mtp)
     with staged(target, _check_replaceable) as folder:
-        graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options)
+        graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options, mtp)
         hashes = {}
         for name, model in graphs.items():
             check_graph(model, specs[name], options.profile)
@@ -133,11 +155,12 @@ def write_bundle(
             options=options,
             trunk=pair.trunk_config,
             draft=pair.draft_config,
+            mtp=mtp,
             specs=specs,
             graphs=hashes,
             files=files,
             weights=table,
-            ignored=dict(Counter(pair.trunk.ignored) + Counter(pair.draft.ignored)),
+            ignored=ignored_tensors(pair),
             made_with={name: library_version(name) for name in LIBRARIES},
             arguments=arguments,
             overrides=pair.overrides,
@@ -147,14 +170,22 @@ def write_bundle(
 
 
 def weight_table(pair: Pair) -> dict[str, Weight]:
-    """Every tensor of the pair under its canonical name, draft tensors with `draft.` before it."""
+    """Every tensor under its canonical name, those of an EAGLE draft with `draft.` before it."""
     return {
         f"{prefix}{name}": Weight(
             f"weights/{role}/{tensor.file.name}", tensor.offset, tensor.dtype, tensor.shape
         )
-        for role, prefix, checkpoint in (("trunk", "", pair.trunk), ("draft", "draft.", pair.draft))
+        for role, prefix, checkpoint in pair.checkpoints
         for name, tensor in checkpoint.tensors.items()
     }
+
+
+def ignored_tensors(pair: Pair) -> dict[str, int]:
+    """Tensors of the checkpoints that no engine uses: kind -> count."""
+    counts = sum((Counter(found.ignored) for _, _, found in pair.checkpoints), Counter[str]())
+    if pair.mtp is not None:
+        del counts["mtp"]
+    return dict(counts)
 
 
 def check_graph(model: onnx.ModelProto, spec: EngineSpec, profile: str) -> None:
@@ -205,18 +236,20 @@ def _check_replaceable(target: Path) -> None:
 
 def _place_weights(folder: Path, target: Path, pair: Pair, copy: bool) -> dict[str, WeightFile]:
     """Link or copy the weight files into `folder`, which will stand at `target`, and hash them."""
-    jobs = [
-        (source, f"weights/{role}/{source.name}")
-        for role, checkpoint in (("trunk", pair.trunk), ("draft", pair.draft))
-        for source in sorted({tensor.file for tensor in checkpoint.tensors.values()})
-    ]
+    found = {
+        (tensor.file, f"weights/{role}/{tensor.file.name}")
+        for role, _, checkpoint in pair.checkpoints
+        for tensor in checkpoint.tensors.values()
+    }
+    jobs = sorted(found, key=lambda job: job[1])
     total = sum(source.stat().st_size for source, _ in jobs)
     (folder / "weights").mkdir()
     if copy:
         _check_room(folder, target, total)
     else:
-        for role, checkpoint in (("trunk", pair.trunk), ("draft", pair.draft)):
-            (folder / "weights" / role).symlink_to(_aim(target, checkpoint.folder))
+        folders = {role: checkpoint.folder for role, _, checkpoint in pair.checkpoints}
+        for role, checkpoint_folder in folders.items():
+            (folder / "weights" / role).symlink_to(_aim(target, checkpoint_folder))
     files = {}
     with progress("copying weights" if copy else "hashing weights", total) as advance:
         for source, name in jobs:

@@ -114,6 +114,25 @@ def open_trunk(folder: Path | str) -> tuple[TrunkConfig, Checkpoint]:
     return config, Checkpoint(folder, tensors, dict(ignored), mtp, notices=stored.notices)
 
 
+def open_mtp(trunk: Checkpoint, config: TrunkConfig) -> Checkpoint | None:
+    """The trunk's own draft head, `mtp.*` under the names of the file; None if there is none.
+
+    Raises:
+        InputError: Missing, unexpected or misshapen tensors.
+    """
+    if not trunk.mtp:
+        return None
+    hints = {
+        "mtp.layers.1.input_layernorm.weight": "heads of one layer only",
+        "mtp.embed_tokens.weight": "the head must share the trunk's embedding",
+    }
+    try:
+        _check(trunk.folder, trunk.mtp, mtp_shapes(config), hints=hints)
+    except InputError as error:
+        raise InputError(f"{error}; --no-mtp leaves the head out") from None
+    return Checkpoint(trunk.folder, trunk.mtp, {})
+
+
 def open_draft(
     folder: Path | str,
     trunk_config: TrunkConfig,
@@ -208,6 +227,19 @@ def trunk_shapes(config: TrunkConfig) -> dict[str, Shape]:
     if not config.tied_head:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def mtp_shapes(config: TrunkConfig) -> dict[str, Shape]:
+    """Every tensor of the trunk's own draft head and its shape: fc, one full layer, three norms."""
+    hidden = config.hidden_size
+    layer = trunk_shapes(replace(config, layer_types=("full_attention",)))
+    return {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        **{f"mtp.{name}": shape for name, shape in layer.items() if name.startswith("layers.0.")},
+        "mtp.norm.weight": (hidden,),
+    }
 
 
 def draft_shapes(config: DraftConfig) -> dict[str, Shape]:

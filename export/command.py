@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -25,7 +24,13 @@ LARGE = 2_000_000_000  # bytes of weights above which memory matters to most peo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain export` takes."""
     parser.add_argument("trunk", metavar="TRUNK", type=Path, help="folder of a Qwen3.5 checkpoint")
-    parser.add_argument("draft", metavar="DRAFT", type=Path, help="folder of its EAGLE-3 draft")
+    parser.add_argument(
+        "draft",
+        metavar="DRAFT",
+        type=Path,
+        nargs="?",
+        help="folder of its EAGLE-3 draft (none: the trunk's own head and look-up can still draft)",
+    )
     parser.add_argument(
         "-o", "--output", metavar="BUNDLE", type=Path, required=True, help="folder to write"
     )
@@ -94,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only the first N layers of the trunk, the draft reading as many of them: to check "
         "graphs and kernels, not to decode (all)",
     )
+    parser.add_argument(
+        "--no-mtp",
+        action="store_true",
+        help="leave out the trunk's own draft head, which is exported if the checkpoint has one",
+    )
     _add_overrides(parser)
 
 
@@ -125,19 +135,23 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
-    """Read the pair, say what will be made of it, write the bundle."""
-    from eagle_chain.export.bundle import read_pair, write_bundle
+    """Read the checkpoints, say what will be made of them, write the bundle."""
+    from eagle_chain.export.bundle import ignored_tensors, read_pair, write_bundle
     from eagle_chain.export.few_layers import first_layers
 
-    overrides = overrides_of(arguments)
-    pair = read_pair(arguments.trunk, arguments.draft, overrides)
+    overrides, draft = overrides_of(arguments), arguments.draft
+    if draft is None and overrides.words():
+        option = overrides.words()[0]
+        raise InputError(f"{option} is about a draft, and no DRAFT is named")
+    pair = read_pair(arguments.trunk, draft, overrides, mtp=not arguments.no_mtp)
     if arguments.layers is not None:
         pair = first_layers(pair, arguments.layers)
     options = _options(arguments, pair.trunk_config.max_positions)
-    for notice in pair.trunk.notices + pair.draft.notices:
-        print(f"notice   {notice}", file=sys.stderr)
-    ignored = Counter(pair.trunk.ignored) + Counter(pair.draft.ignored)
-    for line in pair_lines(pair.trunk_config, pair.draft_config, ignored, options, overrides):
+    for _, _, checkpoint in pair.checkpoints:
+        for notice in checkpoint.notices:
+            print(f"notice   {notice}", file=sys.stderr)
+    made = pair.trunk_config, pair.draft_config, ignored_tensors(pair), options, overrides
+    for line in pair_lines(*made, mtp=pair.mtp is not None):
         print(line, flush=True)
     manifest = write_bundle(
         arguments.output,
@@ -202,10 +216,11 @@ def _repeated(arguments: argparse.Namespace) -> tuple[str, ...]:
         ("weights", "link"),
         ("debug", ()),
         ("layers", None),
+        ("no_mtp", False),
     ):
         value = getattr(arguments, name)
         if value is True:
-            words.append(f"--{name}")
+            words.append(f"--{name.replace('_', '-')}")
         elif value != default:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{name.replace('_', '-')}", text]

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.spec import EngineSpec, Options, draft_spec, encoder_spec, trunk_spec
+from eagle_chain.engines.spec import (
+    EngineSpec,
+    Options,
+    draft_spec,
+    encoder_spec,
+    mtp_spec,
+    trunk_spec,
+)
 from eagle_chain.export.checkpoint import Checkpoint
-from eagle_chain.export.reference import Weights, draft_step, encode, trunk_step
+from eagle_chain.export.reference import Weights, draft_step, encode, mtp_step, trunk_step
 
 TORCH_TYPES = {
     "fp32": torch.float32,
@@ -131,6 +138,22 @@ def draft_session(
         out = draft_step(
             weights, embedding, config, feeds["ids"], feeds["g"], position, row, states
         )
+        return vars(out) | {s.output: out.states[s.input] for s in spec.states}
+
+    return EagerSession(spec, call)
+
+
+def mtp_session(weights: Weights, config: TrunkConfig, rows: int, options: Options) -> EagerSession:
+    """The trunk's own head over `rows` rows as an engine; `weights` are its own and the trunk's."""
+    spec = mtp_spec(config, rows, options)
+    embedding = weights["embed_tokens.weight"]
+    head = embedding if config.tied_head else weights["lm_head.weight"]
+
+    def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        position, row = int(feeds["position"]), int(feeds["row"])
+        states = _states(spec, feeds)
+        given = (feeds["ids"], feeds["g"], position, row, states)
+        out = mtp_step(weights, embedding, head, config, *given)
         return vars(out) | {s.output: out.states[s.input] for s in spec.states}
 
     return EagerSession(spec, call)

@@ -9,8 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
-from eagle_chain.engines.spec import Options, draft_prefill_spec, prefill_spec
-from eagle_chain.export.eager import EagerSession
+from eagle_chain.engines.spec import (
+    Options,
+    draft_prefill_spec,
+    mtp_prefill_spec,
+    prefill_spec,
+)
+from eagle_chain.export.eager import EagerSession, mtp_session
 from eagle_chain.export.reference import Weights, draft_step, encode, int32, trunk_step
 
 PIECE = 64  # rows at a time: S is kept after each
@@ -73,6 +78,24 @@ def draft_prefill_session(
         out = draft_step(weights, embedding, config, ids, g, position, rows - 1, states)
         return {
             s.output: _emptied(out.states[s.input], position + rows, position + len(ids))
+            for s in spec.states
+        }
+
+    return EagerSession(spec, call)
+
+
+def mtp_prefill_session(weights: Weights, config: TrunkConfig, options: Options) -> EagerSession:
+    """The KV rows of the trunk's own head for P rows of a prompt."""
+    spec = mtp_prefill_spec(config, options)
+    step = mtp_session(weights, config, options.prefill, options)
+
+    def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        position, rows, ids = int(feeds["position"]), int(feeds["rows"]), feeds["ids"]
+        given = {"ids": ids, "g": feeds["hidden"], "position": feeds["position"]}
+        states = {s.input: feeds[s.input] for s in spec.states}
+        out = step.call({**given, "row": int32(rows - 1), **states})
+        return {
+            s.output: _emptied(out[s.output], position + rows, position + len(ids))
             for s in spec.states
         }
 

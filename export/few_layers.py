@@ -18,11 +18,11 @@ def first_layers(pair: Pair, count: int) -> Pair:
         InputError: There are not so many layers, or fewer than the draft reads.
     """
     config, draft = pair.trunk_config, pair.draft_config
-    depth, needed = len(config.layer_types), max(1, len(draft.aux_layers))
+    depth, needed = len(config.layer_types), max(1, len(draft.aux_layers) if draft else 1)
     if not needed <= count <= depth:
         raise InputError(
-            f"--layers is {count}, expected {needed} to {depth}: the trunk has {depth} layers and "
-            f"the draft reads {needed} of them"
+            f"--layers is {count}, expected {needed} to {depth}: the trunk has {depth} layers"
+            + (f" and the draft reads {needed} of them" if draft else "")
         )
     left_out = {f"layers.{i}" for i in range(count, depth)}
     tensors = {
@@ -33,7 +33,7 @@ def first_layers(pair: Pair, count: int) -> Pair:
     return replace(
         pair,
         trunk_config=replace(config, layer_types=config.layer_types[:count]),
-        draft_config=replace(draft, aux_layers=remapped(draft.aux_layers, depth, count)),
+        draft_config=draft and replace(draft, aux_layers=remapped(draft.aux_layers, depth, count)),
         trunk=replace(pair.trunk, tensors=tensors),
         overrides=replace(pair.overrides, aux_layers=None, aux_convention=None),
     )

@@ -1,4 +1,4 @@
-"""The graphs of a pair: trunk, encoder, draft (W rows), draft_step (1 row), and for prompts two."""
+"""The graphs of a bundle: trunk, encoder, draft layers over W rows and one, some for prompts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from eagle_chain.export.fused import (
     record_fused_encoder,
 )
 from eagle_chain.export.lowering import Portable
+from eagle_chain.export.mtp import record_fused_mtp, record_mtp, record_mtp_prefill
 from eagle_chain.export.ort_cuda import OrtCuda, OrtCudaTrunk
 from eagle_chain.export.prefill import Prefill, PrefillRows, record_draft_prefill
 from eagle_chain.export.prefill_cuda import FusedPrefill, OrtCudaPrefill, StockFused
@@ -31,30 +32,65 @@ ORT_PROFILES: dict[str, type[Portable]] = {"ort-cuda": OrtCuda, "ort-fused": Fus
 
 
 def build_graphs(
-    trunk: TrunkConfig, draft: DraftConfig, weights: Mapping[str, Weight], options: Options
+    trunk: TrunkConfig,
+    draft: DraftConfig | None,
+    weights: Mapping[str, Weight],
+    options: Options,
+    mtp: bool = False,
 ) -> dict[str, onnx.ModelProto]:
-    """Author every graph; weights stay in the files that `weights` names (see `Weight`)."""
+    """Author every graph; weights stay in the files that `weights` names (see `Weight`).
+
+    Args:
+        trunk: The trunk.
+        draft: Its EAGLE-3 draft, if there is one.
+        weights: Every tensor of both.
+        options: Of all engines.
+        mtp: Whether to author those of the trunk's own head.
+    """
+    aux_layers = draft.aux_layers if draft else ()
     graphs = {}
-    for name, spec in engine_specs(trunk, draft, options).items():
+    for name, spec in engine_specs(trunk, draft, options, mtp).items():
         profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
-        if name in ("prefill", "draft_prefill") and profile is Fused:
+        if name.endswith("prefill") and profile is Fused:
             profile = StockFused
         g = GraphBuilder(spec, weights, options.dtype, profile.opset)
         low = profile(g)
         if name == "prefill":
             wide = PREFILLS.get(options.profile, Prefill)
-            wide(g, low, trunk, draft.aux_layers, options).record()
-        elif name == "draft_prefill":
-            record_draft_prefill(g, low, draft, options)
+            wide(g, low, trunk, aux_layers, options).record()
         elif name == "trunk":
             kind = TRUNKS.get(options.profile, TrunkGraph)
-            kind(g, low, trunk, draft.aux_layers, options).record()
-        elif isinstance(low, Fused):
-            _record_fused(name, g, low, draft, options)
+            kind(g, low, trunk, aux_layers, options).record()
+        elif name.startswith("mtp"):
+            _record_mtp(name, g, low, trunk, options)
         else:
-            _record(name, g, low, draft, options)
+            assert draft is not None, "all other engines are a draft's"
+            _record_draft(name, g, low, draft, options)
         graphs[name] = g.model()
     return graphs
+
+
+def _record_draft(
+    name: str, g: GraphBuilder, low: Portable, draft: DraftConfig, options: Options
+) -> None:
+    if name == "draft_prefill":
+        record_draft_prefill(g, low, draft, options)
+    elif isinstance(low, Fused):
+        _record_fused(name, g, low, draft, options)
+    else:
+        _record(name, g, low, draft, options)
+
+
+def _record_mtp(
+    name: str, g: GraphBuilder, low: Portable, trunk: TrunkConfig, options: Options
+) -> None:
+    rows = 1 if name == "mtp_step" else options.width
+    if name == "mtp_prefill":
+        record_mtp_prefill(g, low, trunk, options)
+    elif isinstance(low, Fused):
+        record_fused_mtp(g, low, trunk, rows, options)
+    else:
+        record_mtp(g, low, trunk, rows, options)
 
 
 def _record(

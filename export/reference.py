@@ -284,6 +284,44 @@ def draft_step(
     )
 
 
+def mtp_step(
+    weights: Weights,
+    embedding: Tensor,  # [V, H], the trunk's
+    head: Tensor,  # [V, H], the trunk's
+    config: TrunkConfig,
+    ids: Tensor,  # int [R]: row i holds token i + 1 of hidden i
+    g: Tensor,  # [R, H], the trunk's hidden after its final norm, or what a step gave
+    position: int,
+    row: int,
+    states: States,
+) -> DraftOut:
+    """Run R rows of the trunk's own head from `position` and propose a token after row `row`.
+
+    fc over [norm(embedding[id]) ; norm(g)], one full-attention layer of the trunk, the last norm;
+    what comes out of that is the next g.
+    """
+    layer, eps = layer_weights(weights, "mtp.layers.0."), config.norm_eps
+    e = embed(embedding, ids).to(g.dtype)
+    e = centred_norm(e, weights["mtp.pre_fc_norm_embedding.weight"], eps)
+    n = centred_norm(g, weights["mtp.pre_fc_norm_hidden.weight"], eps)
+    h = F.linear(torch.cat([e, n], -1), weights["mtp.fc.weight"])
+    cache = (planes_of(states, "mtp.key"), planes_of(states, "mtp.value"))
+    positions = torch.arange(position, position + len(ids))
+    x = centred_norm(h, layer["input_layernorm.weight"], eps)
+    mixed, new = full_mixer(x, layer, config, positions, cache)
+    h = h + mixed
+    h = h + mlp(centred_norm(h, layer["post_attention_layernorm.weight"], eps), layer)
+    g_next = centred_norm(h[row : row + 1], weights["mtp.norm.weight"], eps)
+    logits = F.linear(g_next, head).to(f32)
+    return DraftOut(
+        token=greedy(logits),
+        g_next=g_next,
+        next_position=int32(position + row + 1),
+        logits=logits,
+        states={f"mtp.{name}": state for name, state in new.items()},
+    )
+
+
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
     """`x` times a weight, plus its bias if there is one."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))

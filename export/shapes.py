@@ -14,7 +14,7 @@ from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import PROFILES, Weight
 from eagle_chain.engines.spec import DTYPES, Options
-from eagle_chain.export.checkpoint import draft_shapes, trunk_shapes
+from eagle_chain.export.checkpoint import draft_shapes, mtp_shapes, trunk_shapes
 from eagle_chain.export.graph import build_graphs
 
 NAMES = ("qwen3.5-9b",)
@@ -63,7 +63,8 @@ def configs(name: str) -> tuple[TrunkConfig, DraftConfig]:
 
 def stored(trunk: TrunkConfig, draft: DraftConfig) -> dict[str, Weight]:
     """Every tensor as bf16 in a file that does not exist."""
-    shapes = {**trunk_shapes(trunk), **{f"draft.{n}": s for n, s in draft_shapes(draft).items()}}
+    shapes = {**trunk_shapes(trunk), **mtp_shapes(trunk)}
+    shapes |= {f"draft.{name}": shape for name, shape in draft_shapes(draft).items()}
     kinds = {"draft.d2t": "I64", "draft.t2d": "BOOL"}
     return {
         name: Weight("weights/none.safetensors", 8, kinds.get(name, "BF16"), shape)

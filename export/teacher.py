@@ -29,10 +29,15 @@ from eagle_chain.export.eager import (
     encoder_session,
     load_draft,
     load_weights,
+    mtp_session,
     trunk_session,
     zero_states,
 )
-from eagle_chain.export.eager_prefill import draft_prefill_session, prefill_session
+from eagle_chain.export.eager_prefill import (
+    draft_prefill_session,
+    mtp_prefill_session,
+    prefill_session,
+)
 from eagle_chain.export.weight_files import StoredTensor
 
 Tensors = dict[str, Tensor]
@@ -70,6 +75,12 @@ def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSessi
         makers["trunk"] = lambda: _with_rows(
             trunk_session(trunk, manifest.trunk, manifest.aux_layers, options)
         )
+    if manifest.mtp:
+        makers |= {
+            "mtp": lambda: mtp_session(trunk, manifest.trunk, options.width, options),
+            "mtp_step": lambda: mtp_session(trunk, manifest.trunk, 1, options),
+            "mtp_prefill": lambda: mtp_prefill_session(trunk, manifest.trunk, options),
+        }
     unknown = sorted(manifest.specs.keys() - makers.keys())
     if unknown:
         raise InputError(
@@ -171,7 +182,10 @@ class Teacher:
             places = {name: _ints(counters[name]) for name in ("position", "rows")}
             fed = {"ids": shifted, "features": out["features"], **places}
             self._run("draft_prefill", fed)
-        elif not wide:
+        if wide and "mtp_prefill" in self.sessions:
+            places = {name: _ints(counters[name]) for name in ("position", "rows")}
+            self._run("mtp_prefill", {"ids": shifted, "hidden": out["hidden"], **places})
+        if not wide:
             self._draft(shifted, out, counters["position"], len(row) - 1)
         return choices
 
@@ -210,18 +224,22 @@ class Teacher:
             drafts = better
 
     def _draft(self, ids: Tensor, trunk: Tensors, position: int, row: int) -> None:
-        """What an EAGLE-3 draft does after a trunk call: encode, extend, single steps."""
-        if "encoder" not in self.sessions:
-            return
-        g = self._run("encoder", {"features": trunk["features"]})["g"]
-        fed = {"ids": ids, "g": g, "position": _ints(position), "row": _ints(row)}
-        guess = self._run("draft", fed)
+        """What the drafts do after a trunk call: encode, extend, single steps."""
+        fed = {"ids": ids, "position": _ints(position), "row": _ints(row)}
+        if "encoder" in self.sessions:
+            g = self._run("encoder", {"features": trunk["features"]})["g"]
+            self._guesses("draft", "draft_step", {**fed, "g": g})
+        if "mtp" in self.sessions:
+            self._guesses("mtp", "mtp_step", {**fed, "g": trunk["hidden"]})
+
+    def _guesses(self, extend: str, step: str, fed: Tensors) -> None:
+        guess = self._run(extend, fed)
         for _ in range(STEPS):
             fed = {
                 **{"ids": guess["token"], "g": guess["g_next"]},
                 **{"position": guess["next_position"], "row": _ints(0)},
             }
-            guess = self._run("draft_step", fed)
+            guess = self._run(step, fed)
 
     def _run(self, engine: str, fed: Tensors) -> Tensors:
         """One call, fed what the bundle's dtype can hold, and noted."""

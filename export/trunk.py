@@ -62,7 +62,8 @@ class TrunkGraph:
             h, x = self.add_norm(h, self.low.swiglu(x, f"layers.{i}.mlp"), f"{follows}.weight")
             if i in self.aux_layers:
                 features.append(h)
-        g.output("features", g.Concat(*features, axis=-1))
+        if features:
+            g.output("features", g.Concat(*features, axis=-1))
         g.output("hidden", x)
         self.verify(x)
 

@@ -98,9 +98,7 @@ class Adaptive:
         self._passes: deque[float] = deque(maxlen=CLOCKS)
         self._draft_times = [deque[float](maxlen=CLOCKS) for _ in range(width)]  # by drafts
         self._calls = 1.0  # trunk calls of a round with drafts; more than 1 where calls are re-run
-        self._now = (
-            self.most
-        )  # what pays best; a round that asks for another number is a look around
+        self._now = self.most  # what pays best; another number is a look around
         self._owed = 0  # rows that the drafter has not run over
         self._untold = False  # whether nobody knows yet what drafts take
         self.given_up = False

@@ -270,7 +270,8 @@ def test_inspect_a_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["inspect", str(bundle), "--json", "--check"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["engines"]) == {
-        *("trunk", "encoder", "draft", "draft_step", "prefill", "draft_prefill")
+        *("trunk", "encoder", "draft", "draft_step", "mtp", "mtp_step"),
+        *("prefill", "draft_prefill", "mtp_prefill"),
     }
     assert report["capacity"] == 64
     assert report["changed"] == []

@@ -21,7 +21,10 @@ from eagle_chain.engines.staging import locked
 from eagle_chain.engines.version import VERSION
 from tests.toy_pair import draft_parts, save, trunk_parts, write_pair
 
-GRAPHS = ("draft", "draft_prefill", "draft_step", "encoder", "prefill", "trunk")
+GRAPHS = (
+    *("draft", "draft_prefill", "draft_step", "encoder"),
+    *("mtp", "mtp_prefill", "mtp_step", "prefill", "trunk"),
+)
 SMALL = ("--capacity", "32")
 
 
@@ -307,10 +310,10 @@ def test_the_report_names_what_was_resolved(
     output = capsys.readouterr()
     report = json.loads(output.out)
     assert report["aux_layers"] == [0, 1, 2]
-    assert report["ignored"] == {"mtp": 15, "visual": 2}
+    assert report["ignored"] == {"visual": 2} and report["mtp"]
     assert report["memory"]["states"] > 0
     assert "features outputs of layers 0, 1, 2" in output.err
-    assert "15 mtp, 2 visual" in output.err
+    assert "2 visual" in output.err and "the trunk's own draft head" in output.err
 
 
 def test_source_folders_need_no_installed_distribution(

@@ -47,6 +47,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
         "export/fused.py",
         "export/kv.py",
         "export/lowering.py",
+        "export/mtp.py",
         "export/ort_cuda.py",
         "export/prefill.py",
         "export/prefill_cuda.py",

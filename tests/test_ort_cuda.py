@@ -29,7 +29,7 @@ from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export import graph as export_graph
 from eagle_chain.export.bundle import Pair, weight_table, write_bundle
-from eagle_chain.export.checkpoint import open_draft, open_trunk
+from eagle_chain.export.checkpoint import open_draft, open_mtp, open_trunk
 from eagle_chain.export.fused import stretches
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.ort_cuda import OrtCudaTrunk
@@ -75,7 +75,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     )
     trunk_config, trunk = open_trunk(folders[0])
     draft_config, draft = open_draft(folders[1], trunk_config, trunk, overrides=AUX)
-    return Pair(trunk_config, draft_config, trunk, draft)
+    return Pair(trunk_config, draft_config, trunk, draft, mtp=open_mtp(trunk, trunk_config))
 
 
 def test_the_kernels_for_big_sizes_agree_with_simpler_sums(tmp_path: Path) -> None:
@@ -164,6 +164,8 @@ def dims(value: onnx.ValueInfoProto) -> Any:
 
 def held(pair: Pair, name: str) -> np.ndarray[Any, Any]:
     checkpoint = pair.draft if name.startswith("draft.") else pair.trunk
+    checkpoint = pair.mtp if name.startswith("mtp.") else checkpoint
+    assert checkpoint is not None
     found = checkpoint.tensors
     return checkpoint.array(name if name in found else name.removeprefix("draft."))
 
@@ -180,8 +182,8 @@ def engine(
     debug = ("logits", "S_rows")
     options = Options(WIDTH, CAPACITY, dtype, profile, debug, kv, sampling=sampling)
     table = weight_table(pair)
-    model = build_graphs(pair.trunk_config, pair.draft_config, table, options)[name]
-    return Engine(model, pair, dtype, library if profile == "ort-fused" else None)
+    graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options, mtp=True)
+    return Engine(graphs[name], pair, dtype, library if profile == "ort-fused" else None)
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +382,33 @@ def test_encoder_and_draft_agree_with_the_portable_graph(
         inputs = {"ids": first["token"], "g": first["g_next"], **at}
         step, our_step = pairs["draft_step"]
         (first, kv), (ours, our_kv) = step.run(kv, **inputs), our_step.run(our_kv, **inputs)
+
+
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+def test_the_mtp_head_agrees_with_the_portable_graph(
+    pair: Pair, library: Path, profile: str
+) -> None:
+    """Two extends, so that rows of the first are read, and single steps between them."""
+    random = np.random.default_rng(1)
+    (extend, our_extend), (step, our_step) = (
+        (engine(pair, "portable", name=name), engine(pair, profile, library, name=name))
+        for name in ("mtp", "mtp_step")
+    )
+    kv: Arrays = {}
+    our_kv: Arrays = {}
+    for position, row in ((0, 3), (4, 4)):
+        hidden = random.normal(size=(WIDTH, pair.trunk_config.hidden_size))
+        ids = random.integers(0, 512, WIDTH)
+        inputs = {"ids": ids, "g": hidden, "position": [position], "row": [row]}
+        (want, kv), (got, our_kv) = extend.run(kv, **inputs), our_extend.run(our_kv, **inputs)
+        for _ in range(3):
+            assert got["token"] == want["token"]
+            assert got["next_position"] == want["next_position"]
+            for name in ("g_next", "logits", "mtp.key.next", "mtp.value.next"):
+                assert distance(got[name], want[name]) < TOLERANCE, name
+            at = {"position": want["next_position"], "row": [0]}
+            inputs = {"ids": want["token"], "g": want["g_next"], **at}
+            (want, kv), (got, our_kv) = step.run(kv, **inputs), our_step.run(our_kv, **inputs)
 
 
 def test_a_row_that_is_not_finite_chooses_nothing(pair: Pair, library: Path) -> None:

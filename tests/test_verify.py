@@ -111,7 +111,9 @@ def test_a_sound_engine_is_certified(folder: Path, capsys: pytest.CaptureFixture
     assert (found["passed"], found["exact"], found["verdict"]) == (True, True, "exact")
     assert found["largest_logit_difference"] == 0
     ways = {(r["drafter"], r["k"], r["rollback"], r["draft_kv"]) for r in found["runs"]}
-    assert len(ways) == len(found["runs"]) == 4 * (2 + 2 * 2 + 2)  # scripted, eagle, ngram
+    assert (
+        len(ways) == len(found["runs"]) == 4 * (2 + 2 * 2 + 2 * 2 + 2)
+    )  # scripted, eagle, mtp, ngram
     assert {way[1] for way in ways} == {1, 2, 3, 4}
     for run in found["runs"]:
         assert run["tokens"] == found["plain"]["tokens"] == PROMPTS * NEW
@@ -168,7 +170,7 @@ def test_people_get_a_table_and_a_verdict(folder: Path, capsys: pytest.CaptureFi
     output = capsys.readouterr().out
     assert f"{folder / 'text.txt'}: plain text\n" in output
     assert output.count("scripted  ") == output.count("eagle     ") == 2
-    assert f"exact: all {6 * PROMPTS * NEW} tokens are those of plain greedy decoding" in output
+    assert f"exact: all {8 * PROMPTS * NEW} tokens are those of plain greedy decoding" in output
 
 
 # planted faults -------------------------------------------------------------------------------
@@ -497,10 +499,11 @@ def test_a_bundle_without_a_draft_has_fewer_drafters(
     alone = dataclasses.replace(Manifest.load(folder / "bundle"), draft=None)
     monkeypatch.setattr(Manifest, "load", staticmethod(lambda folder: alone))
     assert verify(folder, "--drafters", "scripted,eagle") == 2
-    assert "has no eagle, so that only --drafters scripted,ngram can" in capsys.readouterr().err
+    assert "has no eagle, so that only --drafters scripted,mtp,ngram" in capsys.readouterr().err
     assert verify(folder, "-k", "2", "--json") == 0
     assert [run["drafter"] for run in report(capsys)["runs"]] == [
         "scripted",
+        "mtp",
         "ngram",
     ]
 
