@@ -10,10 +10,10 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import phases
 from eagle_chain.runtime.adaptive import Drafts
 from eagle_chain.runtime.chain import Chain, Options
+from eagle_chain.runtime.diagnosis import likely_cause
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 
-ENOUGH = 8  # rounds without a single accepted draft that are no accident
 COLUMNS = 74  # of a line of a summary, so that a short mark in front of it fits on a terminal
 FINISHES = {"eos": "end of text", "length": "limit reached", "capacity": "capacity reached"}
 VERDICTS = {None: "", True: ", exact", False: ", NOT EXACT"}
@@ -28,6 +28,8 @@ class Answer:
     text: str
     result: Result
     plain: Result | None
+    drafter: str = "eagle"
+    draft_kv: str = "kept"
 
     @property
     def exact(self) -> bool | None:
@@ -46,10 +48,12 @@ class Answer:
             "text": self.text,
             "ids": self.result.tokens,
             "finish_reason": self.result.finish_reason,
+            "drafter": self.drafter,
             **self.result.stats.to_json(),
             "trunk_passes_saved": self.passes_saved,
             "exact": self.exact,
             "plain_tokens_per_second": plain.stats.tokens_per_second if plain else None,
+            "warnings": self.warnings(),
         }
 
     def summary(self) -> list[str]:
@@ -75,15 +79,9 @@ class Answer:
         return lines
 
     def warnings(self) -> list[str]:
-        """What a user should look into: a draft that is never right, a token that differs."""
-        found = []
-        stats = self.result.stats
-        if stats.drafted and not stats.accepted and stats.rounds >= ENOUGH:
-            found.append(
-                f"none of {stats.drafted} drafted tokens was accepted (exactly 1 token per trunk "
-                "pass); is the draft made for this trunk, with these aux layers and this rotary "
-                "base? (eagle-chain inspect shows them)"
-            )
+        """What a user should look into: a draft that is hardly ever right, a token that differs."""
+        cause = likely_cause(self.result.stats, self.drafter, self.draft_kv)
+        found = [cause] if cause else []
         if self.plain is not None and not self.exact:
             pairs = zip(self.result.tokens, self.plain.tokens, strict=False)
             common = min(len(self.result.tokens), len(self.plain.tokens))
@@ -103,6 +101,8 @@ def answer(
     show: Show,
     temperature: float = 0.0,
     seed: int = 0,
+    drafter: str = "eagle",
+    draft_kv: str = "kept",
 ) -> Answer:
     """Run a request, showing its text while it comes.
 
@@ -116,6 +116,8 @@ def answer(
         show: Called with every piece of text.
         temperature: As in `Chain.stream`, like the next.
         seed: See there.
+        drafter: Who guesses on this chain, for warnings.
+        draft_kv: With which memory.
 
     Raises:
         InputError: The request does not fit, or the model gives no finite logits.
@@ -146,7 +148,7 @@ def answer(
         plain = chain.generate(prompt, **options) if check else None
     except FloatingPointError as error:
         raise InputError(str(error)) from error
-    return Answer("".join(text), Result(tokens, reason, stats), plain)
+    return Answer("".join(text), Result(tokens, reason, stats), plain, drafter, draft_kv)
 
 
 def _rounds(chain: Chain, prompt: Sequence[int], options: Options) -> Iterator[Round]:

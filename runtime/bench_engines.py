@@ -28,6 +28,7 @@ from eagle_chain.runtime.trt import TrtSession
 
 SHAPES = ("qwen3.5-9b",)
 DRAFT = ("draft", "draft_step")
+MTP = ("mtp", "mtp_step")
 ENCODER = ("draft.fc.", "draft.fc_norm.", "draft.input_norm.")  # starts of its weights' names
 
 
@@ -52,7 +53,7 @@ def of_bundle(folder: Path, backend: Backend, threads: int | None) -> Engines:
     manifest, read = loaded.manifest, {}
     for name, session in loaded.sessions.items():
         if specs := _bound(session):
-            tied = name == "trunk" and manifest.trunk.tied_head
+            tied = name in ("trunk", *MTP) and manifest.trunk.tied_head
             read[name] = weight_bytes(specs, tied_head=tied)
         else:
             read[name] = _stored_bytes(manifest, name)
@@ -75,9 +76,13 @@ def _stored_bytes(manifest: Manifest, engine: str) -> int:
             read = engine == "encoder"
         elif name.startswith("draft."):
             read = engine in DRAFT and not name.endswith(LOOKED_UP)
+        elif name.startswith("mtp."):
+            read = engine in MTP
         else:
             tied = manifest.trunk.tied_head
+            head = "embed_tokens.weight" if tied else "lm_head.weight"
             read = engine == "trunk" and (tied or not name.endswith(LOOKED_UP))
+            read = read or (engine in MTP and name == head)
         total += weight.nbytes * read
     return total
 

@@ -109,6 +109,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         show=show,
         temperature=arguments.temperature,
         seed=arguments.seed,
+        drafter=arguments.drafter or engines.default_drafter,
+        draft_kv=arguments.draft_kv,
     )
     print()
     stats = given.result.stats

@@ -109,9 +109,10 @@ def nine(
     """Build the graphs of the published 9B shapes, with this many layers."""
     trunk, draft = qwen_9b.configs(layers)
     options = Options(5, 4096, dtype, profile, prefill=256)
-    specs = engine_specs(trunk, draft, options)
+    specs = engine_specs(trunk, draft, options, mtp=True)
     jobs = []
-    for name, model in build_graphs(trunk, draft, qwen_9b.weights(trunk, draft), options).items():
+    weights_table = qwen_9b.weights(trunk, draft)
+    for name, model in build_graphs(trunk, draft, weights_table, options, mtp=True).items():
         bound, weights = bound_graph(model, specs[name], dtype)
         (folder / f"{name}.onnx").write_bytes(bound.SerializeToString())
         inputs = (*specs[name].all_inputs, *weights)
@@ -127,6 +128,7 @@ def test_four_layers_of_the_9b_build(tmp_path: Path, profile: str, dtype: str) -
     built = nine(tmp_path, 4, profile, dtype, CAPABILITIES)
     assert built["trunk"]["bytes"] < 15e6 and built["draft_step"]["bytes"] < 15e6
     assert built["prefill"]["bytes"] < 15e6 and built["draft_prefill"]["bytes"] < 15e6
+    assert all(built[name]["bytes"] < 15e6 for name in ("mtp", "mtp_step", "mtp_prefill"))
 
 
 @rtx

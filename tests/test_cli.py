@@ -475,7 +475,7 @@ def test_generate_warns_when_no_draft_is_ever_accepted(
 
     monkeypatch.setattr(EagleDrafter, "propose", never)
     assert generate(bundle, "--prompt", "hello", "--check") == 0
-    assert "exactly 1 token per trunk pass" in capsys.readouterr().err
+    assert "(exactly 1 token a pass)" in capsys.readouterr().err
 
 
 def test_generate_fails_on_a_token_that_differs(
