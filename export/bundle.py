@@ -14,6 +14,7 @@ import onnx
 
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import (
     HALF_WRITTEN,
@@ -199,8 +200,12 @@ def check_graph(model: onnx.ModelProto, spec: EngineSpec, profile: str) -> None:
             )
     onnx.checker.check_model(with_bound_weights(model), full_check=True)
     weights = {tensor.name for tensor in model.graph.initializer}
+
+    def is_weight(name: str) -> bool:
+        return name in weights or Derived.parse(name) is not None
+
     for what, values, tensors in (
-        ("inputs", [v for v in model.graph.input if v.name not in weights], spec.all_inputs),
+        ("inputs", [v for v in model.graph.input if not is_weight(v.name)], spec.all_inputs),
         ("outputs", model.graph.output, spec.all_outputs),
     ):
         found = tuple(_tensor_spec(value) for value in values)

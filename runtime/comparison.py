@@ -182,7 +182,7 @@ class Comparison:
         tie = False
         planes: dict[str, _Planes] = {}
         for place, tensor in enumerate(self.manifest.specs[call.engine].all_outputs):
-            want, plane = self._wanted(call, tensor.name), plane_of(tensor.name)
+            want, plane = self.wanted(call, tensor.name), plane_of(tensor.name)
             here = got[tensor.name]
             if want is not None and self._has_rows(call, tensor):  # the others are padding
                 here, want = (values[: int(call.inputs["rows"][0])] for values in (here, want))
@@ -204,7 +204,7 @@ class Comparison:
             pair = decoded(ours), decoded(cache.want)
             self._floats(call, cache.tensor, cache.place, *pair, label=name)
 
-    def _wanted(self, call: Call, name: str) -> Array | None:
+    def wanted(self, call: Call, name: str) -> Array | None:
         """What the reference has for an output, in the layout of the bundle's profile."""
         if self.manifest.options.profile != "ort-cuda":
             return call.outputs.get(name)

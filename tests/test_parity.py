@@ -370,3 +370,23 @@ def test_bad_words_are_refused_before_work_begins(
         assert main(["parity", str(bundle), *words]) == 2, words
         assert said in capsys.readouterr().err
     assert (taken / "letter.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+def test_gpu_profiles_are_exported_and_recorded(tmp_path: Path, profile: str) -> None:
+    """What `parity --load` needs on a GPU machine; some weights are inputs of these graphs."""
+    pair, bundle = (DEMO / "trunk", DEMO / "draft"), tmp_path / "bundle"
+    words = ["--profile", profile, "--dtype", "bf16", "--capacity", "64", "--prefill", "32"]
+    command("export", *pair, "-o", bundle, *words)
+    command("record", bundle, "-o", tmp_path / "recording", "--part")
+    manifest, index = Manifest.load(bundle), read_index(tmp_path / "recording")
+    index.check(manifest, tmp_path)
+    comparison = Comparison(manifest)
+    for call in read_calls(tmp_path / "recording", index):
+        for tensor in manifest.specs[call.engine].all_outputs:
+            want = comparison.wanted(call, tensor.name)
+            if call.engine == "prefill" and ".log_" in tensor.name:
+                continue  # blank
+            assert want is not None, tensor.name
+            axes = [i for i, n in enumerate(tensor.shape) if n != want.shape[i]]
+            assert axes in ([], [2]), tensor.name  # KV buffers end at the rows so far

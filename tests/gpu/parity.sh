@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Parity of the shipped pair on a GPU: OUT/PROFILE-DTYPE.json, and the verdicts on stdout.
+#
+#   tests/gpu/parity.sh prepare OUT             where PyTorch and Polygraphy are ($TORCH, python3):
+#                                               bundles of every profile and dtype, and recordings
+#   tests/gpu/parity.sh run OUT [BACKEND ...]   where the GPU is ($PYTHON, python3); Polygraphy too.
+#                                               Without a backend: onnxruntime-cuda for all profiles,
+#                                               TensorRT flavours for those of standard ONNX
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+verb=$1 out=$(realpath -m "$2")
+shift 2
+
+# The packages as they are in the repository, without an installation.
+mkdir -p "$out/path/eagle_chain"
+for package in engines export runtime; do
+  ln -sfn "$root/$package" "$out/path/eagle_chain/$package"
+done
+chain() { PYTHONPATH=$out/path:$root:${PYTHONPATH:-} "$python" -m eagle_chain.engines "$@"; }
+
+if [ "$verb" = prepare ]; then
+  python=${TORCH:-python3}
+  for profile in portable standard ort-fused ort-cuda; do
+    for dtype in fp32 fp16 bf16; do
+      [ "$profile-$dtype" = ort-cuda-fp32 ] && continue
+      chain export "$root/demo/trunk" "$root/demo/draft" -o "$out/$profile-$dtype" --weights copy \
+        --profile "$profile" --dtype "$dtype" --capacity 256 --prefill 64 --debug logits
+    done
+  done
+  chain parity "$out/portable-fp32" --save "$out/recording"
+  chain parity "$out/ort-cuda-bf16" --save "$out/recording-ort-cuda"
+  exit
+fi
+
+python=${PYTHON:-python3} failed=0
+one() {  # PROFILE-DTYPE BACKEND
+  local recording=$out/recording
+  [[ $1 = ort-cuda-* ]] && recording=$out/recording-ort-cuda
+  echo "== $1 on $2"
+  chain parity "$out/$1" --backend "$2" --load "$recording" --json > "$out/$1-$2.json" || failed=1
+}
+for bundle in "$out"/{portable,standard,ort-fused,ort-cuda}-{fp32,fp16,bf16}; do
+  [ -d "$bundle" ] || continue
+  name=$(basename "$bundle")
+  backends=("$@")
+  [ $# -gt 0 ] || backends=(onnxruntime-cuda)
+  for backend in "${backends[@]}"; do
+    if [[ $backend = tensorrt* ]]; then
+      [[ $name = ort-* ]] && continue
+      chain build "$bundle" --backend "$backend" || { failed=1; continue; }
+    fi
+    one "$name" "$backend"
+  done
+done
+exit "$failed"
