@@ -255,12 +255,16 @@ def _place_weights(folder: Path, target: Path, pair: Pair, copy: bool) -> dict[s
         folders = {role: checkpoint.folder for role, _, checkpoint in pair.checkpoints}
         for role, checkpoint_folder in folders.items():
             (folder / "weights" / role).symlink_to(_aim(target, checkpoint_folder))
+    for role, _, checkpoint in pair.checkpoints if copy else ():
+        (folder / "weights" / role).mkdir(exist_ok=True)
+        shutil.copyfile(  # so that the folder is a checkpoint, which can be exported again
+            checkpoint.folder / "config.json", folder / "weights" / role / "config.json"
+        )
     files = {}
     with progress("copying weights" if copy else "hashing weights", total) as advance:
         for source, name in jobs:
             placed = folder / name
             if copy:
-                placed.parent.mkdir(exist_ok=True)
                 digest = _copy(source, placed, advance)
             else:
                 digest = file_hash(placed, advance)

@@ -20,8 +20,13 @@ LAYER, ATTENTION, MLP = "draft.midlayer", "draft.midlayer.self_attn", "draft.mid
 
 def record_encoder(g: GraphBuilder, low: Portable, config: DraftConfig) -> None:
     """`features` [W, A*Ht] -> `g` [W, H]."""
+    g.output("g", encoded(g, low, config))
+
+
+def encoded(g: GraphBuilder, low: Portable, config: DraftConfig) -> ir.Value:
+    """What the draft makes of the input `features` [R, A*Ht]: g [R, H]."""
     x = normed_features(g, low, config)
-    g.output("g", product(g, x, "fc", config) if config.fc else x)
+    return product(g, x, "fc", config) if config.fc else x
 
 
 def record_draft(
@@ -84,9 +89,12 @@ def normed_features(g: GraphBuilder, low: Portable, config: DraftConfig) -> ir.V
         return low.rms_norm(x, "draft.input_norm.weight", eps, centred=False)
     if not config.fc_norm:
         return x
-    chunks = low.cut(x, *[config.trunk_hidden_size] * len(config.aux_layers))
+    width, rows = config.trunk_hidden_size, _rows(x)
+    chunks = g.split(x, -1, *[width] * len(config.aux_layers))
     normed = [
-        low.rms_norm(chunk, f"draft.fc_norm.{i}.weight", eps, centred=False)
+        low.rms_norm(
+            low.shaped(chunk, rows, width), f"draft.fc_norm.{i}.weight", eps, centred=False
+        )
         for i, chunk in enumerate(chunks)
     ]
     return g.Concat(*normed, axis=-1) if len(normed) > 1 else normed[0]
@@ -120,3 +128,9 @@ def trunk_id(g: GraphBuilder, draft_id: ir.Value, config: DraftConfig) -> ir.Val
     stored = g.cast(g.Gather(g.stored("draft.d2t"), g.Max(draft_id, g.int32(0)), axis=0), "int32")
     target = stored if config.absolute_d2t else g.Add(draft_id, stored)
     return g.Where(g.Less(draft_id, g.int32(0)), draft_id, target)
+
+
+def _rows(x: ir.Value) -> int:
+    """The first extent of a graph input."""
+    assert x.shape is not None and isinstance(x.shape[0], int), "graph inputs are static"
+    return x.shape[0]

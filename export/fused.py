@@ -26,7 +26,6 @@ DOMAIN = "eagle_chain"
 # `stretch_of` of the kernels.
 STRETCHES = ((1024, 32), (4096, 64), (8192, 128), (math.inf, 256))
 PICK_BLOCKS = 64
-NORM_WIDTH = 8192  # the widest row that one block of the norm kernel holds
 KINDS = {"q8_0": 4, "q5_1": 5}  # `KvKind` of the kernels; floats are told by their dtype
 ATTEND = {("q8_0", "q8_0"): "AttendQ8", ("q8_0", "q5_1"): "AttendQ8Q5"}
 
@@ -34,11 +33,13 @@ ATTEND = {("q8_0", "q8_0"): "AttendQ8", ("q8_0", "q5_1"): "AttendQ8Q5"}
 class Fused(Portable):
     """Nodes of domain `eagle_chain`, with the shapes of their results."""
 
+    norm_width = 8192  # the widest row that one block of the norm kernel holds
+
     def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
         """RMSNorm of x [R, H] in fp32 with one rounding at the end."""
         g = self.g
         like = (g.dtype, _shape(x))
-        if _shape(x)[-1] > NORM_WIDTH:  # a norm over the features of all aux layers
+        if _shape(x)[-1] > self.norm_width:  # a norm over the features of all aux layers
             normed = super().rms_norm(x, weight, eps, centred=centred)
             return self.shaped(normed, *_shape(x))
         (normed,) = g.node(
@@ -78,12 +79,6 @@ class Fused(Portable):
         weights = [g.weight(name) for name in names]
         (y,) = g.node(DOMAIN, "GatedLinear", [x, *weights], [(g.dtype, inner)])
         return self.linear(y, f"{prefix}.down_proj.weight")
-
-    def cut(self, x: ir.Value, *sizes: int) -> list[ir.Value]:
-        """Columns of x, with their shapes."""
-        rows = _shape(x)[0]
-        pieces = super().cut(x, *sizes)
-        return [self.shaped(p, rows, n) for p, n in zip(pieces, sizes, strict=True)]
 
     def embed(self, ids: ir.Value, table: str) -> ir.Value:
         """Rows of the embedding, with their shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import onnx
 
@@ -37,6 +37,7 @@ def build_graphs(
     weights: Mapping[str, Weight],
     options: Options,
     mtp: bool = False,
+    only: Collection[str] = (),
 ) -> dict[str, onnx.ModelProto]:
     """Author every graph; weights stay in the files that `weights` names (see `Weight`).
 
@@ -46,10 +47,13 @@ def build_graphs(
         weights: Every tensor of both.
         options: Of all engines.
         mtp: Whether to author those of the trunk's own head.
+        only: Names of graphs; empty means all.
     """
     aux_layers = draft.aux_layers if draft else ()
     graphs = {}
     for name, spec in engine_specs(trunk, draft, options, mtp).items():
+        if only and name not in only:
+            continue
         profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
         if name.endswith("prefill") and profile is Fused:
             profile = StockFused

@@ -120,10 +120,6 @@ class Portable:
         up = g.linear(x, f"{prefix}.up_proj.weight")
         return g.linear(g.Mul(self.silu(gate), up), f"{prefix}.down_proj.weight")
 
-    def cut(self, x: ir.Value, *sizes: int) -> list[ir.Value]:
-        """X [R, sum of sizes] cut into columns."""
-        return self.g.split(x, -1, *sizes)
-
     def embed(self, ids: ir.Value, table: str) -> ir.Value:
         """Rows of the embedding [R, H]; an id below 0 (no token) reads row 0."""
         g = self.g

@@ -12,6 +12,7 @@ from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.chunked import ChunkRows, Sizes, delta_rule
+from eagle_chain.export.draft import encoded, product
 from eagle_chain.export.kv import Rows
 from eagle_chain.export.lowering import Heads, Portable
 from eagle_chain.export.trunk import TrunkGraph
@@ -130,16 +131,17 @@ def record_draft_prefill(
     def norm(x: ir.Value, weight: str) -> ir.Value:
         return low.rms_norm(x, f"{layer}.{weight}.weight", config.norm_eps, centred=False)
 
-    embedded = norm(low.embed(g.input("ids"), "embed_tokens.weight"), "input_layernorm")
-    encoded = g.linear(g.input("features"), "draft.fc.weight")
-    encoded = norm(low.shaped(encoded, rows, config.hidden_size), "hidden_norm")
-    joined = g.Concat(embedded, encoded, axis=-1)  # [P, 2H]
+    embedded = norm(low.embed(g.input("ids"), config.embedding), "input_layernorm")
+    feature = low.shaped(encoded(g, low, config), rows, config.hidden_size)
+    joined = g.Concat(embedded, norm(feature, "hidden_norm"), axis=-1)  # [P, 2H]
     key, value = (
         g.reshape(
-            g.linear(joined, f"{layer}.self_attn.{part}_proj.weight"), rows, heads.kv, heads.dim
+            product(g, joined, f"midlayer.self_attn.{part}_proj", config), rows, heads.kv, heads.dim
         )
         for part in "kv"
     )
+    if config.qk_norm:
+        key = norm(low.shaped(key, rows, heads.kv, heads.dim), "self_attn.k_norm")
     places = g.Add(position, g.int32(*range(rows)))
     table = low.rotary_rows(places, options.kv_rows, config.rope_theta, config.rotary_dim)
     key = low.rotate(key, table, heads.dim)

@@ -81,6 +81,9 @@ class StockFused(OrtCuda):
 
     def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
         """RMSNorm of x [R, H], whose shape is known."""
+        width = self.g.weight_shape(weight)[0]
+        if width > self.fused.norm_width:
+            return super().rms_norm(x, weight, eps, centred=centred)
         return self.fused.rms_norm(x, weight, eps, centred=centred)
 
     def add_norm(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -41,7 +42,8 @@ LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 LARGEST_EXTENT = 1 << 40
 SHOWN = 10  # missing files in an error
 AGAIN = "the file is damaged or incomplete: download it again"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_FORMATS = (*PICKLES, ".gguf", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
@@ -267,9 +269,25 @@ def _refuse_missing_shards(folder: Path, present: list[str]) -> None:
 def _refuse_other_formats(folder: Path) -> None:
     """Say what to do with a folder that has no safetensors; pickles are never opened."""
     other = sorted(p.name for p in folder.iterdir() if p.suffix in OTHER_FORMATS)
+    pickles = [name for name in other if name.endswith(PICKLES)]
+    if pickles:
+        raise InputError(
+            f"{folder}: the weights are in {', '.join(pickles[:5])}, a pickle, which is never "
+            f"loaded here; convert it first: {_conversion(folder, pickles)}"
+        )
     if other:
         raise InputError(
             f"{folder}: the weights are in {', '.join(other[:5])}, but only safetensors are read; "
-            "convert first, for example with save_pretrained of transformers"
+            "get them from whoever published the model"
         )
     raise InputError(f"{folder}: no safetensors file; is this a whole checkpoint folder?")
+
+
+def _conversion(folder: Path, pickles: list[str]) -> str:
+    """The command that makes safetensors of pickles; torch then unpickles nothing but tensors."""
+    code = (
+        "import torch; from safetensors.torch import save_file; t = {}; "
+        f"[t.update(torch.load(f, 'cpu', weights_only=True)) for f in {pickles}]; "
+        "save_file({n: x.contiguous().clone() for n, x in t.items()}, 'model.safetensors')"
+    )
+    return f"cd {shlex.quote(str(folder))} && python -c {shlex.quote(code)}"

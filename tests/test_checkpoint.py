@@ -7,6 +7,8 @@ import math
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -693,7 +695,23 @@ def test_other_formats_are_never_opened(tmp_path: Path) -> None:
     assert "no safetensors file" in message(open_trunk, folder)
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     text = message(open_trunk, folder)
-    assert "in pytorch_model.bin, but only safetensors are read; convert first" in text
+    assert "in pytorch_model.bin, a pickle, which is never loaded here; convert it first" in text
+    (folder / "pytorch_model.bin").rename(folder / "trunk.gguf")
+    assert "in trunk.gguf, but only safetensors are read" in message(open_trunk, folder)
+
+
+def test_the_command_that_converts_a_pickle(tmp_path: Path) -> None:
+    _, folder = write_pair(tmp_path / "it's here")
+    _, whole = open_draft(folder, TRUNK)
+    names = sorted(whole.tensors)
+    for i, part in enumerate((names[:7], names[7:])):
+        torch.save({n: whole.torch(n).clone() for n in part}, folder / f"pytorch_model-{i}.bin")
+    wanted = {n: whole.torch(n).clone() for n in names}
+    (folder / WEIGHTS).unlink()
+    command = message(open_draft, folder, TRUNK).partition("convert it first: ")[2]
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, env=os.environ | {"PATH": search})
+    same_values(open_draft(folder, TRUNK)[1], wanted, str)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
 from eagle_chain.engines.derived import Derived
-from eagle_chain.engines.kernel_library import SOURCES, build_emulated
+from eagle_chain.engines.kernel_library import SOURCES
 from eagle_chain.engines.kv import is_quantised, key_and_value, names
 from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.overrides import DraftOverrides
@@ -54,13 +54,6 @@ NUMBER = {"fp32": 1, "fp16": 10, "bf16": 16, "int32": 6, "int8": 3}  # as ONNX c
 DTYPES = {1: "fp32", 10: "fp16", 16: "bf16", 6: "int32", 7: "int32", 3: "int8"}
 STORED = [(p, kv) for p in ("ort-cuda", "ort-fused") for kv in ("q8_0/q5_1", "q8_0", "fp16")]
 Arrays = dict[str, np.ndarray[Any, Any]]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("g++") is None and shutil.which("c++") is None:
-        pytest.skip("no C++ compiler to build the kernels with")
-    return build_emulated(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")
