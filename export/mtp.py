@@ -112,7 +112,7 @@ def record_fused_mtp(
     h, z = add_norm(chosen(h), mixed, f"{LAYER}.post_attention_layernorm")
     _, last = add_norm(h, low.swiglu(z, f"{LAYER}.mlp"), "mtp.norm")
     logits = low.linear(last, head(config))
-    g.output("token", low.greedy(logits))
+    g.output("token", low.pick(logits))
     g.output("g_next", last)
     g.output("next_position", g.Add(here, g.int32(1)))
     if g.wants("logits"):

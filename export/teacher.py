@@ -43,28 +43,30 @@ from eagle_chain.export.weight_files import StoredTensor
 Tensors = dict[str, Tensor]
 
 
-def reference_sessions(folder: Path, manifest: Manifest) -> dict[str, EagerSession]:
-    """A PyTorch engine for each engine of a bundle, in fp32 from its weight files.
+def reference_sessions(
+    folder: Path, manifest: Manifest, dtype: str = "fp32"
+) -> dict[str, EagerSession]:
+    """A PyTorch engine for each engine of a bundle, from its weight files.
 
     Raises:
         InputError: The bundle has an engine that the reference has no counterpart of.
     """
     options = replace(
         manifest.options,
-        dtype="fp32",
+        dtype=dtype,
         profile="portable",
         debug=tuple(dict.fromkeys((*manifest.options.debug, "logits"))),
     )
     table = () if manifest.trunk.tied_head else ("embed_tokens.weight",)
     stored = stored_tensors(folder, manifest, "")
-    trunk, config = load_weights(stored, "fp32", stored=table), manifest.draft
+    trunk, config = load_weights(stored, dtype, stored=table), manifest.draft
     makers: dict[str, Callable[[], EagerSession]] = {
         "trunk": lambda: trunk_session(trunk, manifest.trunk, manifest.aux_layers, options),
         "prefill": lambda: prefill_session(trunk, manifest.trunk, manifest.aux_layers, options),
     }
     if config is not None:
         own = stored_tensors(folder, manifest, "draft.")
-        draft, embedding = load_draft(config, own, stored, "fp32")
+        draft, embedding = load_draft(config, own, stored, dtype)
         makers |= {
             "encoder": lambda: encoder_session(draft, config, options),
             "draft": lambda: draft_session(draft, embedding, config, options.width, options),

@@ -30,7 +30,7 @@ from eagle_chain.runtime.player import Player
 from tests.torch_engine import torch_engines
 from tests.toy_pair import write_pair
 
-CACHES = ("layers.3", "layers.7", "draft")
+CACHES = ("layers.3", "layers.7", "draft", "mtp")
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 
 

@@ -10,16 +10,8 @@ import torch
 
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import EngineSpec
-from eagle_chain.export.eager import (
-    TORCH_TYPES,
-    EagerSession,
-    draft_session,
-    encoder_session,
-    load_draft,
-    load_weights,
-    trunk_session,
-)
-from eagle_chain.export.teacher import stored_tensors
+from eagle_chain.export.eager import TORCH_TYPES, EagerSession
+from eagle_chain.export.teacher import reference_sessions
 from eagle_chain.runtime.buffers import Buffer, HostBuffer, HostMemory
 from eagle_chain.runtime.load import Engines
 from eagle_chain.runtime.session import check_tensors
@@ -63,22 +55,11 @@ class TorchBinding:
 def torch_engines(bundle: Path, dtype: str) -> Engines:
     """The engines of an fp32 bundle as PyTorch computes them in `dtype`."""
     manifest = Manifest.load(bundle)
-    options = replace(manifest.options, dtype=dtype)
-    stored, own = (stored_tensors(bundle, manifest, prefix) for prefix in ("", "draft."))
-    config = manifest.draft
-    assert config is not None
-    trunk = load_weights(stored, dtype)
-    draft, embedding = load_draft(config, own, stored, dtype)
-    sessions = {
-        "trunk": trunk_session(trunk, manifest.trunk, manifest.aux_layers, options),
-        "encoder": encoder_session(draft, config, options),
-        "draft": draft_session(draft, embedding, config, options.width, options),
-        "draft_step": draft_session(draft, embedding, config, 1, options),
-    }
+    sessions = reference_sessions(bundle, manifest, dtype)
     memory = HostMemory()
     specs = {name: session.spec for name, session in sessions.items()}
     return Engines(
-        replace(manifest, options=options, specs=specs),
+        replace(manifest, options=replace(manifest.options, dtype=dtype), specs=specs),
         "pytorch",
         memory,
         {name: TorchSession(session, memory) for name, session in sessions.items()},
