@@ -359,10 +359,13 @@ def test_every_graph_builds(tmp_path: Path, kv: str, profile: str, dtype: str) -
     pair = write_pair(tmp_path, layers=4, aux=[0, 1, 3], draft_sizes={"head_dim": 32})
     bundle = tmp_path / "b"
     words = ["--capacity", "64", "--aux-layers", "0,1,3", "--kv", kv, "--profile", profile]
+    if (profile, kv) != ("portable", "q8_0/q5_1"):  # prefill engines once: they take longest
+        words += ["--prefill", "0"]
     assert main(["export", *map(str, pair), "-o", str(bundle), *words, "--dtype", dtype]) == 0
     capabilities = ["--compute-capability", "8.6", "8.9", "12.0"]
     assert main(["build", str(bundle), "--backend", "tensorrt-rtx", *capabilities]) == 0
-    assert len(Manifest.load(bundle).plans) == 4
+    manifest = Manifest.load(bundle)
+    assert {Path(name).stem for name in manifest.plans} == set(manifest.specs)
 
 
 def test_a_head_must_be_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
