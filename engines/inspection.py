@@ -172,6 +172,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "bundle": str(folder),
         "width": options.width,
         "capacity": options.capacity,
+        "capacities": list(options.capacities),
         "dtype": options.dtype,
         "kv": options.kv_type,
         "profile": options.profile,

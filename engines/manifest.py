@@ -8,12 +8,13 @@ that makes the bundle again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -95,7 +96,23 @@ class Plan:
 def engine_specs(
     trunk: TrunkConfig, draft: DraftConfig | None, options: Options, mtp: bool = False
 ) -> dict[str, EngineSpec]:
-    """The specs of all engines of a bundle, by name; `mtp` adds those of the trunk's own head."""
+    """The specs of all engines of a bundle, by name; of a smaller capacity those that keep KV.
+
+    `mtp` adds those of the trunk's own head.
+    """
+    specs = _specs(trunk, draft, options.at(options.capacity), mtp)
+    for capacity in options.smaller:
+        for name, spec in _specs(trunk, draft, options.at(capacity), mtp).items():
+            if spec.states:
+                sized = options.engine(name, capacity)
+                specs[sized] = replace(spec, name=sized)
+    return specs
+
+
+def _specs(
+    trunk: TrunkConfig, draft: DraftConfig | None, options: Options, mtp: bool
+) -> dict[str, EngineSpec]:
+    """The specs of the engines of one capacity."""
     aux_layers = draft.aux_layers if draft else ()
     specs = {"trunk": trunk_spec(trunk, aux_layers, options)}
     if draft is not None:
@@ -222,12 +239,23 @@ def check_options(options: Options) -> None:
         raise InputError(f"kv is {options.kv!r}, expected one of {', '.join(KV_TYPES)}")
     if options.profile not in PROFILES:
         raise InputError(f"profile is {options.profile!r}, expected one of {', '.join(PROFILES)}")
+    check_smaller(options)
     check_prefill(options)
     unknown = sorted(set(options.debug) - set(DEBUG_OUTPUTS))
     if unknown or len(set(options.debug)) != len(options.debug):
         raise InputError(
             f"debug is {', '.join(options.debug)}, expected some of {', '.join(DEBUG_OUTPUTS)}"
         )
+
+
+def check_smaller(options: Options) -> None:
+    """Refuse capacities that do not ascend, or in which not even one call fits."""
+    for small, large in itertools.pairwise(options.capacities):
+        if not options.width <= small < large:
+            raise InputError(
+                f"capacity is {', '.join(map(str, options.capacities))}, expected ascending "
+                f"numbers, each at least the width, {options.width}"
+            )
 
 
 def check_prefill(options: Options) -> None:

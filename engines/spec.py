@@ -9,7 +9,7 @@ C capacity.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
@@ -131,6 +131,27 @@ class Options:
     kv: str | None = None  # how KV rows are stored, one of `kv.KV_TYPES`; None: as `dtype`
     prefill: int = 0  # rows of a call over a prompt; 0: no engines for that
     sampling: bool = False  # the trunk can draw tokens: two more inputs
+
+    smaller: tuple[int, ...] = ()  # ascending: capacities that have engines of their own as well
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Every capacity that there are engines for, ascending."""
+        return (*self.smaller, self.capacity)
+
+    def at(self, capacity: int) -> Options:
+        """The options of the engines of one capacity; P rows must fit its buffers."""
+        prefill = self.prefill if self.prefill <= capacity + self.width else 0
+        return replace(self, capacity=capacity, smaller=(), prefill=prefill)
+
+    def engine(self, name: str, capacity: int) -> str:
+        """What the engine `name` is called that is made for a capacity: "trunk", "trunk-2048"."""
+        return name if capacity == self.capacity else f"{name}-{capacity}"
+
+    def of_engine(self, name: str) -> tuple[str, Options]:
+        """The inverse of `engine`: a plain name, and the options that the engine is made with."""
+        plain, _, capacity = name.partition("-")
+        return plain, self.at(int(capacity) if capacity else self.capacity)
 
     @property
     def kv_rows(self) -> int:

@@ -42,9 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--capacity",
-        type=int,
+        metavar="TOKENS",
+        type=_capacities,
         help="longest sequence in tokens; every call attends over the whole capacity, so time and "
-        f"memory grow with it ({CAPACITY}, or all the trunk has)",
+        "memory grow with it. Several, like 2048,8192,32768: engines of each over the same "
+        f"weights; a sequence that grows moves to the next ({CAPACITY}, or all the trunk has)",
     )
     parser.add_argument(
         "--prefill",
@@ -177,10 +179,8 @@ def overrides_of(arguments: argparse.Namespace) -> DraftOverrides:
 
 
 def _options(arguments: argparse.Namespace, positions: int) -> Options:
-    capacity = arguments.capacity
-    if capacity is None:
-        capacity = min(CAPACITY, positions)
-    elif capacity > positions:
+    *smaller, capacity = sorted(arguments.capacity or (min(CAPACITY, positions),))
+    if capacity > positions:
         raise InputError(
             f"--capacity is {capacity}, the trunk was made for {positions} positions "
             "(max_position_embeddings); give at most that"
@@ -197,6 +197,7 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         arguments.kv,
         prefill,
         arguments.sampling,
+        tuple(smaller),
     )
     check_options(options)
     return options
@@ -233,6 +234,14 @@ def _words(text: str) -> tuple[str, ...]:
         message = f"got {text!r}, wanted some of {', '.join(DEBUG_OUTPUTS)}"
         raise argparse.ArgumentTypeError(message)
     return words
+
+
+def _capacities(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        message = f"got {text!r}, wanted a number of tokens, or several like 2048,8192,32768"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -54,22 +54,23 @@ def build_graphs(
     for name, spec in engine_specs(trunk, draft, options, mtp).items():
         if only and name not in only:
             continue
+        plain, sized = options.of_engine(name)
         profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
-        if name.endswith("prefill") and profile is Fused:
+        if plain.endswith("prefill") and profile is Fused:
             profile = StockFused
         g = GraphBuilder(spec, weights, options.dtype, profile.opset)
         low = profile(g)
-        if name == "prefill":
+        if plain == "prefill":
             wide = PREFILLS.get(options.profile, Prefill)
-            wide(g, low, trunk, aux_layers, options).record()
-        elif name == "trunk":
+            wide(g, low, trunk, aux_layers, sized).record()
+        elif plain == "trunk":
             kind = TRUNKS.get(options.profile, TrunkGraph)
-            kind(g, low, trunk, aux_layers, options).record()
-        elif name.startswith("mtp"):
-            _record_mtp(name, g, low, trunk, options)
+            kind(g, low, trunk, aux_layers, sized).record()
+        elif plain.startswith("mtp"):
+            _record_mtp(plain, g, low, trunk, sized)
         else:
             assert draft is not None, "all other engines are a draft's"
-            _record_draft(name, g, low, draft, options)
+            _record_draft(plain, g, low, draft, sized)
         graphs[name] = g.model()
     return graphs
 

@@ -262,6 +262,20 @@ class Cache:
             buffer.copy_from(copy)
         self.stand(snapshot.counters)
 
+    def adopt(self, other: Cache) -> None:
+        """Stand where a cache of another capacity stands, by copies of all that is live there."""
+        live = max(1, len(other.tokens))
+        pairs = zip(self._states, other._states, strict=True)
+        for (pair, buffers), (_, theirs) in pairs:
+            target, source = buffers[self.parity], theirs[other.parity]
+            if pair.rows_axis is not None:
+                target.zero()  # rows of an earlier sequence: a NaN there would spread
+            _copy_state(target, source, pair, live)
+        for target, source in zip(self._features(), other._features(), strict=True):
+            target.copy_from(source)
+        counters = Counters(tuple(other.tokens), other.position, other.pending, other._call)
+        self.stand(counters)
+
     def stand(self, counters: Counters) -> None:
         """Say where the sequence stands, whatever the buffers hold."""
         self.tokens = list(counters.tokens)

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime.adaptive import Adaptive, Drafts, Fixed, Pace
 from eagle_chain.runtime.cache import Cache, Snapshot
+from eagle_chain.runtime.capacity import Ladder, Larger, Rung
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DeviceDrafter, Drafter, NoDrafter
 from eagle_chain.runtime.prefill import Prefill
 from eagle_chain.runtime.rounds import Rounds
-from eagle_chain.runtime.session import Session
+from eagle_chain.runtime.session import Binding, Session
 from eagle_chain.runtime.stats import Result, Round, Stats
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ class Chain:
         ahead: Let the device decide, one round launched ahead of the host, while the drafter and
             the room for tokens allow it. None: where the memory is a GPU's.
         prefill: Wide calls on this cache, for prompts.
-
-    Attributes:
-        device: The rounds that need no host.
+        larger: Further capacities, ascending, that a sequence moves to when it has grown.
     """
 
     def __init__(
@@ -93,22 +92,48 @@ class Chain:
         rollback: Rollback = "log",
         ahead: bool | None = None,
         prefill: Prefill | None = None,
+        larger: Sequence[Larger] = (),
     ) -> None:
         if rollback not in ("log", "replay"):
             raise InputError(f"rollback is {rollback!r}, expected 'log' or 'replay'")
-        self.cache = cache
-        self.drafter = drafter
-        self.prefill = prefill
+        self._ladder = Ladder(Rung(trunk, cache, drafter, prefill), larger)
         self.vocab_size = vocab_size
         self.stop_ids = frozenset(stop_ids)
         self._adaptive = Adaptive(cache.width)
         self._replay = rollback == "replay"
-        self._trunk = [trunk.bind(cache.tensors(parity)) for parity in (0, 1)]
-        self.device = Rounds(cache, self._trunk)
         self._ahead = isinstance(cache.memory, CudaMemory) if ahead is None else ahead
         self._before: Snapshot | None = None
         self._lock = threading.Lock()
         self._request: object = None
+
+    @property
+    def capacity(self) -> int:
+        """The longest sequence in tokens."""
+        return self._ladder.capacity
+
+    @property
+    def cache(self) -> Cache:
+        """What holds the sequence; another one when it moves to another capacity."""
+        return self._ladder.rung.cache
+
+    @property
+    def drafter(self) -> Drafter:
+        """Who guesses for that cache."""
+        return self._ladder.rung.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        """One for every capacity: it keeps nothing in a cache."""
+        self._ladder.give(drafter)
+
+    @property
+    def device(self) -> Rounds:
+        """The rounds of that cache that need no host."""
+        return self._ladder.rung.device
+
+    @property
+    def _trunk(self) -> list[Binding]:
+        return self._ladder.rung.trunk
 
     def stream(self, ids: Sequence[int], **options: Unpack[Options]) -> Iterator[int]:
         """Yield tokens one by one.
@@ -167,8 +192,8 @@ class Chain:
         """
         prompt = self._check_prompt(ids, append=True)
         with self._turn(object(), begin=True):
-            self.cache.draw(0.0, 0)
-            self._feed_prompt(prompt, self.drafter)
+            self._ladder.draw(0.0, 0)
+            self._feed_prompt(prompt, True)
 
     def reset(self) -> None:
         """Empty the cache; ends any request that is still open."""
@@ -184,7 +209,8 @@ class Chain:
     def rollback(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken; ends any request that is still open."""
         with self._turn(object(), begin=True):
-            self.cache.rollback(snapshot)
+            held = len(snapshot.counters.tokens)
+            self._ladder.stand(held, lambda rung: rung.cache.rollback(snapshot))
             self.drafter.reset()
 
     def _checked(
@@ -240,28 +266,28 @@ class Chain:
                 f"0 to {self.vocab_size - 1}"
             )
         held = len(self.cache.tokens) if append else 0
-        if held + len(prompt) > self.cache.capacity:
+        if held + len(prompt) > self.capacity:
             behind = f" behind {held} cached ones" if held else ""
             raise InputError(
                 f"the prompt has {len(prompt)} tokens{behind}, but the bundle's capacity is "
-                f"{self.cache.capacity}: shorten it or export with a larger --capacity"
+                f"{self.capacity}: shorten it or export with a larger --capacity"
             )
         return prompt
 
     def _rounds(self, request: _Request) -> Iterator[Round]:
-        cache, prompt, stops, pace = self.cache, request.prompt, request.stops, request.pace
-        drafter = self.drafter if pace.most else PLAIN
+        prompt, stops, pace = request.prompt, request.stops, request.pace
         with self._turn(request, begin=True):
             start = time.perf_counter()
             if request.append:
                 self._check_prompt(prompt, True)  # another request may have run since
             else:
                 self._empty()
-            cache.draw(request.temperature, request.seed)
+            self._ladder.draw(request.temperature, request.seed)
             pace.begin()
-            calls = self._feed_prompt(prompt, drafter, request.fed)
+            calls = self._feed_prompt(prompt, bool(pace.most), request.fed)
             seconds = time.perf_counter() - start
-        room, out_of_room = cache.capacity - len(cache.tokens), "capacity"
+        cache = self.cache
+        room, out_of_room = self.capacity - len(cache.tokens), "capacity"
         if request.max_new_tokens is not None and request.max_new_tokens <= room:
             room, out_of_room = request.max_new_tokens, "length"
         assert cache.pending is not None, "a prompt leaves a pending token"
@@ -273,17 +299,19 @@ class Chain:
             room -= len(tokens)
             with self._turn(request):
                 start = drafted = time.perf_counter()
+                rung = self._ladder.for_rows()
+                here = min(room, self._ladder.rows)  # the rest is computed at a larger capacity
                 before, asked = asked, pace.choose()
-                drafter = PLAIN if pace.given_up else drafter
-                same = before in (None, asked) and room > asked
+                drafter = rung.drafter if pace.most and not pace.given_up else PLAIN
+                same = before in (None, asked) and here > asked
                 if same and self._runs_ahead(drafter, asked):
-                    step = self._round_ahead(request, drafter, asked, room)
+                    step = self._round_ahead(request, drafter, asked, here)
                     tokens, count, accepted, calls = step
                 else:
                     self.device.leave()
-                    drafts = drafter.propose(tokens[-1], min(asked, room - 1))
+                    drafts = drafter.propose(tokens[-1], min(asked, here - 1))
                     drafted, count = time.perf_counter(), len(drafts)
-                    tokens, accepted, calls = self._round([tokens[-1], *drafts], room, stops)
+                    tokens, accepted, calls = self._round([tokens[-1], *drafts], here, stops)
                 end = time.perf_counter()
             reason = _finish(tokens, room, stops, out_of_room)
             times = (end - start, drafted - start)
@@ -357,29 +385,45 @@ class Chain:
         return tokens, min(accepted, len(tokens)), calls
 
     def _empty(self) -> None:
-        self.cache.reset()
+        self._ladder.restart()
         self.drafter.reset()
 
-    def _feed_prompt(self, prompt: list[int], drafter: Drafter, fed: Fed = _unheard) -> int:
-        """Feed a prompt behind the cache, in wide calls as far as they are worth it."""
-        cache, prefill, calls = self.cache, self.prefill, 0
-        while prefill is not None and (rows := prefill.next_rows(len(prompt))):
-            ids, prompt = prompt[:rows], prompt[rows:]
-            drafter.observe(ids[0])
-            drafter.settle()  # what it writes behind its rows must not hit those of this call
-            calls += 1
-            if prefill.feed(ids, prompt[0], draft=drafter is self.drafter):
-                fed(len(cache.tokens))
-            else:
-                calls += self._feed(ids, cache.width, drafter, fed)
-        return calls + self._feed(prompt, cache.width, drafter, fed)
+    def _feed_prompt(self, prompt: list[int], draft: bool, fed: Fed = _unheard) -> int:
+        """Feed a prompt behind the cache, in wide calls as far as they are worth it.
 
-    def _feed(self, prompt: list[int], rows: int, drafter: Drafter, fed: Fed = _unheard) -> int:
+        Args:
+            prompt: At least one token.
+            draft: Whether the drafter takes part.
+            fed: Hears how many tokens the cache holds.
+
+        Returns:
+            The trunk calls it took.
+        """
+        calls = 0
+        while True:
+            rung, rows = self._ladder.for_prompt(len(prompt))
+            if not rows:
+                return calls + self._feed(prompt, self.cache.width, draft, fed)
+            assert rung.prefill is not None, "its wide calls were counted on"
+            ids, prompt = prompt[:rows], prompt[rows:]
+            if draft:
+                rung.drafter.observe(ids[0])
+                rung.drafter.settle()  # what it writes behind its rows must not hit those of this
+            calls += 1
+            if rung.prefill.feed(ids, prompt[0], draft=draft):
+                fed(len(rung.cache.tokens))
+            else:
+                calls += self._feed(ids, self.cache.width, draft, fed)
+
+    def _feed(self, prompt: list[int], rows: int, draft: bool, fed: Fed = _unheard) -> int:
         """Feed a prompt behind the cache, `rows` tokens at a time; returns the trunk calls."""
-        cache, calls = self.cache, 0
-        for start in range(0, len(prompt), rows):
-            ids = prompt[start : start + rows]
-            drafter.observe(ids[0])  # follows the rows of the call before
+        calls = 0
+        while prompt:
+            cache = self._ladder.for_rows().cache
+            count = min(rows, self._ladder.rows)
+            ids, prompt = prompt[:count], prompt[count:]
+            if draft:
+                self.drafter.observe(ids[0])  # follows the rows of the call before
             next_ids, _ = self._call(ids)
             calls += 1
             if -1 not in next_ids[: len(ids)]:
@@ -389,7 +433,7 @@ class Chain:
             cache.undo()
             if len(ids) == 1:
                 raise FloatingPointError(self._not_finite())
-            calls += self._feed(ids, 1, drafter, fed)  # one at a time, to find the token
+            calls += self._feed(ids, 1, draft, fed)  # one at a time, to find the token
         return calls
 
     def _call(self, ids: list[int]) -> tuple[list[int], int]:

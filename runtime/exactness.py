@@ -85,11 +85,10 @@ class Script:
     from those used least so far, so that over many rounds each comes equally often, in any order.
     """
 
-    def __init__(self, cache: Cache, vocab_size: int) -> None:
+    def __init__(self, chain: Chain) -> None:
         self.truth: Sequence[int] = ()  # prompt and continuation
         self.planned = 0  # how many of the last drafts are right
-        self._cache = cache
-        self._vocab_size = vocab_size
+        self._chain = chain
         self._used = Counter[int]()
         self._random = random.Random(0)
 
@@ -104,7 +103,7 @@ class Script:
 
     def propose(self, token: int, k: int) -> list[int]:
         """Return up to k tokens, as far as plain's go."""
-        start = len(self._cache.tokens) + 1
+        start = len(self._chain.cache.tokens) + 1
         drafts = list(self.truth[start : start + k])
         fewest = min(self._used[count] for count in range(len(drafts) + 1))
         counts = [count for count in range(len(drafts) + 1) if self._used[count] == fewest]
@@ -112,7 +111,7 @@ class Script:
         if drafts:
             self._used[self.planned] += 1
         if self.planned < len(drafts):
-            drafts[self.planned] = (drafts[self.planned] + 1) % self._vocab_size
+            drafts[self.planned] = (drafts[self.planned] + 1) % self._chain.vocab_size
         return drafts
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +15,7 @@ from eagle_chain.engines.manifest import Manifest
 from eagle_chain.runtime import ort_cuda, trt
 from eagle_chain.runtime.buffers import HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.capacity import Larger, Rung
 from eagle_chain.runtime.chain import Chain, Rollback
 from eagle_chain.runtime.drafters import Drafter, DraftKV, EagleDrafter, NoDrafter
 from eagle_chain.runtime.ngram import NgramDrafter
@@ -80,44 +83,64 @@ class Engines:
             InputError: There is no such drafter or option, or the bundle does not have it.
         """
         manifest = self.manifest
-        weights = tuple(sorted((name, file.sha256) for name, file in manifest.files.items()))
-        graphs = tuple(sorted(manifest.graphs.items()))
+        first, *larger = manifest.options.capacities
+
+        def parts(capacity: int) -> tuple[Session, Cache, Drafter, Prefill | None]:
+            sessions = self.of_capacity(capacity)
+            trunk = sessions["trunk"]
+            cache = Cache(trunk.spec, self.memory, capacity, engines=self.identity)
+            guesses = self._drafter(sessions, cache, drafter, draft_kv)
+            return trunk, cache, guesses, _prefill(sessions, cache, guesses)
+
+        def rung(capacity: int) -> Rung:
+            with self.memory.lock:
+                return Rung(*parts(capacity))
+
         with self.memory.lock:
-            cache = Cache(
-                self.sessions["trunk"].spec,
-                self.memory,
-                manifest.options.capacity,
-                engines=(self.backend, graphs, weights),
-            )
-            guesses = self._drafter(cache, drafter, draft_kv)
+            trunk, cache, guesses, prefill = parts(first)
             return Chain(
-                self.sessions["trunk"],
+                trunk,
                 cache,
                 guesses,
                 vocab_size=manifest.trunk.vocab_size,
                 stop_ids=self.stop_ids,
                 rollback=rollback,
                 ahead=ahead,
-                prefill=self._prefill(cache, guesses),
+                prefill=prefill,
+                larger=[
+                    Larger(size, manifest.options.at(size).prefill, partial(rung, size))
+                    for size in larger
+                ],
             )
+
+    @property
+    def identity(self) -> Hashable:
+        """What two chains must have in common to exchange snapshots."""
+        weights = tuple(sorted((n, file.sha256) for n, file in self.manifest.files.items()))
+        return (self.backend, tuple(sorted(self.manifest.graphs.items())), weights)
 
     @property
     def default_drafter(self) -> DrafterName:
         """The draft of the bundle, else the trunk's own head, else none."""
         return next((name for name in WITH_KV if name in self.drafters), "none")
 
-    def _prefill(self, cache: Cache, drafter: Drafter) -> Prefill | None:
-        """Wide calls, if the bundle has engines for them."""
-        trunk = self.sessions.get("prefill")
-        if trunk is None:
-            return None
-        follower = None
-        if isinstance(drafter, EagleDrafter) and not drafter.scratch:
-            engine = "draft_prefill" if drafter.encoded else "mtp_prefill"
-            follower = Follower(self.sessions[engine], drafter.kv)
-        return Prefill(trunk, cache, follower)
+    def of_capacity(self, capacity: int) -> dict[str, Session]:
+        """The sessions of one capacity by their plain names, with those that serve any."""
+        options = self.manifest.options
+        named = ((*options.of_engine(name), s) for name, s in self.sessions.items())
+        return {
+            plain: session
+            for plain, made, session in named
+            if made.capacity == capacity or not session.spec.states
+        }
 
-    def _drafter(self, cache: Cache, name: DrafterName | None, draft_kv: DraftKV) -> Drafter:
+    def _drafter(
+        self,
+        s: Mapping[str, Session],
+        cache: Cache,
+        name: DrafterName | None,
+        draft_kv: DraftKV,
+    ) -> Drafter:
         name = name or self.default_drafter
         if name not in DRAFTERS:
             raise InputError(f"drafter is {name!r}, expected one of {', '.join(DRAFTERS)}")
@@ -127,7 +150,6 @@ class Engines:
                 f"this bundle holds {lacks}: export it with one, or use one of the drafters "
                 f"{', '.join(self.drafters)}"
             )
-        s = self.sessions
         if name == "eagle":
             return EagleDrafter(cache, s["encoder"], s["draft"], s["draft_step"], draft_kv)
         if name == "mtp":
@@ -139,6 +161,18 @@ def bundle_drafters(manifest: Manifest) -> tuple[DrafterName, ...]:
     """The drafters that a bundle has, the best first."""
     missing = {"eagle": manifest.draft is None, "mtp": not manifest.mtp}
     return tuple(name for name in DRAFTERS if not missing.get(name))
+
+
+def _prefill(sessions: Mapping[str, Session], cache: Cache, drafter: Drafter) -> Prefill | None:
+    """Wide calls, if the bundle has engines for them."""
+    trunk = sessions.get("prefill")
+    if trunk is None:
+        return None
+    follower = None
+    if isinstance(drafter, EagleDrafter) and not drafter.scratch:
+        engine = "draft_prefill" if drafter.encoded else "mtp_prefill"
+        follower = Follower(sessions[engine], drafter.kv)
+    return Prefill(trunk, cache, follower)
 
 
 def load(

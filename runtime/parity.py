@@ -125,7 +125,8 @@ def _compare(engines: Engines, folder: Path, recording: Recording) -> Comparison
     comparison = Comparison(engines.manifest)
     played = {engine for engine, _ in recording.calls}
     comparison.unknown |= {f"{n}: all of it": None for n in engines.sessions if n not in played}
-    player = Player(engines.sessions, engines.memory)
+    largest = engines.of_capacity(engines.manifest.options.capacity)
+    player = Player(largest, engines.memory)
     with phases("comparing") as show:
         for done, call in enumerate(read_calls(folder, recording)):
             show(f"round {call.round}, {call.engine}", done, len(recording.calls))

@@ -49,8 +49,6 @@ class Prefill:
         self._inputs = {t.name: allocate(t) for t in trunk.spec.inputs}
         self._outputs = {t.name: allocate(t) for t in trunk.spec.outputs}
         self.rows = self._inputs["ids"].spec.shape[0]
-        kv = [pair for pair in trunk.spec.states if pair.rows_axis is not None]
-        self._slots = min((p.shape[p.rows_axis or 0] for p in kv), default=2**31)
         share = WORTH_ON_CPU if trunk.memory.device == "cpu" else WORTH_ON_GPU
         self._worth = self.rows // share
         states = [cache.state_tensors(parity) for parity in (0, 1)]
@@ -65,13 +63,12 @@ class Prefill:
             self._follow = follower.session.bind({"ids": self._next, **given, **follower.kv})
 
     def next_rows(self, left: int) -> int:
-        """How many of the `left` tokens of a prompt the next wide call takes, 0 for none.
+        """How many of the `left` tokens of a prompt a wide call takes, 0 if it is not worth it.
 
         One at least stays for the W-row call that ends a prompt.
         """
         rows = min(self.rows, left - 1)
-        fits = len(self.cache.tokens) + self.rows <= self._slots
-        return rows if fits and rows >= self._worth else 0
+        return rows if rows >= self._worth else 0
 
     def feed(self, ids: Sequence[int], follows: int, *, draft: bool) -> bool:
         """Run over `ids` behind the sequence, of which they are then part.

@@ -204,7 +204,7 @@ def _runs(engines: Engines, ways: Sequence[Way], prompts: int, budget: int) -> l
                 options["draft_kv"] = way.draft_kv
             chains[key] = engines.chain(**options)
         chain = chains[key]
-        script = Script(chain.cache, chain.vocab_size) if scripted else None
+        script = Script(chain) if scripted else None
         bit_exact = engines.backend in BIT_EXACT
         comparison = Comparison(chain, way.k, script, budget, prompts * budget, bit_exact)
         runs.append((way, comparison))

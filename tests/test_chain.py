@@ -137,8 +137,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
     ),
     "pending token not fed again": (
         chain_module,
-        "self._round([tokens[-1], *drafts], room, stops)",
-        "self._round(drafts or [tokens[-1]], room, stops)",
+        "self._round([tokens[-1], *drafts], here, stops)",
+        "self._round(drafts or [tokens[-1]], here, stops)",
         {"tokens", "counts"},
     ),
     "bonus taken one early": (

@@ -340,8 +340,7 @@ def test_a_near_tie_needs_noise_that_explains_it(
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_a_script_is_right_then_wrong_once_then_right(folder: Path, k: int) -> None:
-    cache = load(folder / "bundle", drafter="none").cache
-    script = Script(cache, 50)
+    script = Script(load(folder / "bundle", drafter="none"))
     script.truth = range(20)
     counts = Counter[int]()
     for _ in range(3 * (k + 1)):

@@ -20,6 +20,7 @@ from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, HostBuffer, HostMemory
 from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.capacity import Larger, Rung
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.drafters import Drafter, EagleDrafter
 from eagle_chain.runtime.prefill import Follower, Prefill
@@ -160,7 +161,14 @@ class ToyBinding:
 class Toy:
     """Weights, sessions and oracles of one random pair."""
 
-    def __init__(self, seed: int = 0, width: int = 5, capacity: int = 64, prefill: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        width: int = 5,
+        capacity: int = 64,
+        prefill: int = 0,
+        smaller: tuple[int, ...] = (),
+    ) -> None:
         rng = np.random.default_rng(seed)
 
         def matrix(*shape: int) -> Array:
@@ -168,7 +176,7 @@ class Toy:
 
         config = trunk_config()
         self.seed, self.width, self.capacity = seed, width, capacity
-        self.options = Options(width=width, capacity=capacity, prefill=prefill)
+        self.options = Options(width=width, capacity=capacity, prefill=prefill, smaller=smaller)
         self.specs = engine_specs(config, draft_config(), self.options)
         self.embedding = matrix(VOCAB, HIDDEN) * 4
         self.places = matrix(self.options.kv_rows, HIDDEN) * 4  # keeps greedy decoding from looping
@@ -203,7 +211,7 @@ class Toy:
             "draft_prefill": self.run_draft_prefill,
         }
         self.sessions = {
-            name: ToySession(spec, self.memory, functions[name])
+            name: ToySession(spec, self.memory, functions[self.options.of_engine(name)[0]])
             for name, spec in self.specs.items()
         }
 
@@ -223,7 +231,8 @@ class Toy:
 
     def layered(self, t: Tensors, ids: Array, position: int, kept: int) -> Array:
         """All layers; sets features, hidden and the states."""
-        assert position + len(ids) <= self.options.kv_rows, "rows past the end of the KV buffer"
+        slots = t["layers.1.key"].shape[2]
+        assert position + len(ids) <= slots, "rows past the end of the KV buffer"
         h = self.embed(ids, position, self.nan_at)
         taps = []
         for i, (kind, w) in enumerate(zip(LAYERS, self.layers, strict=True)):
@@ -325,7 +334,8 @@ class Toy:
     def write_draft_rows(self, t: Tensors, g: Array) -> Array:
         """Set the draft's KV rows of this call; returns what they are made of."""
         ids, (position,) = t["ids"], t["position"]
-        assert position + len(ids) <= self.options.kv_rows, "rows past the end of the KV buffer"
+        slots = t["draft.key"].shape[2]
+        assert position + len(ids) <= slots, "rows past the end of the KV buffer"
         x = np.concatenate([self.embed(ids, position, self.draft_nan_at), g], 1)
         for name in ("key", "value"):
             new = by_row(self.draft[name], x).reshape(len(ids), HEADS, HEAD_DIM)
@@ -394,23 +404,44 @@ class Toy:
 
     # --- chains ---
 
-    def cache(self) -> Cache:
-        return Cache(self.specs["trunk"], self.memory, self.capacity, engines=self.seed)
+    def session(self, name: str, capacity: int) -> ToySession:
+        return self.sessions[self.options.engine(name, capacity)]
+
+    def cache(self, capacity: int | None = None) -> Cache:
+        capacity = capacity or self.capacity
+        spec = self.session("trunk", capacity).spec
+        return Cache(spec, self.memory, capacity, engines=self.seed)
 
     def eagle(self, cache: Cache, **options: Any) -> EagleDrafter:
-        s = self.sessions
-        return EagleDrafter(cache, s["encoder"], s["draft"], s["draft_step"], **options)
+        draft, step = (self.session(n, cache.capacity) for n in ("draft", "draft_step"))
+        return EagleDrafter(cache, self.sessions["encoder"], draft, step, **options)
 
     def chain(self, drafter: Callable[[Cache], Drafter] | None = None, **options: Any) -> Chain:
-        cache = self.cache()
-        made = (drafter or self.eagle)(cache)
-        if "prefill" in self.sessions:
+        first, *sizes = self.options.capacities
+        trunk, cache, made, prefill = self.parts(first, drafter or self.eagle)
+        larger = [
+            Larger(
+                size,
+                self.options.at(size).prefill,
+                lambda size=size: Rung(*self.parts(size, drafter or self.eagle)),
+            )
+            for size in sizes
+        ]
+        options |= {"vocab_size": VOCAB, "prefill": prefill, "larger": larger}
+        return Chain(trunk, cache, made, **options)
+
+    def parts(
+        self, capacity: int, drafter: Callable[[Cache], Drafter]
+    ) -> tuple[ToySession, Cache, Drafter, Prefill | None]:
+        cache = self.cache(capacity)
+        made, prefill = drafter(cache), None
+        if self.options.at(capacity).prefill:
             inner = made.drafter if isinstance(made, Scripted) else made
             follower = None
             if isinstance(inner, EagleDrafter) and not inner.scratch:
-                follower = Follower(self.sessions["draft_prefill"], inner.kv)
-            options["prefill"] = Prefill(self.sessions["prefill"], cache, follower)
-        return Chain(self.sessions["trunk"], cache, made, vocab_size=VOCAB, **options)
+                follower = Follower(self.session("draft_prefill", capacity), inner.kv)
+            prefill = Prefill(self.session("prefill", capacity), cache, follower)
+        return self.session("trunk", capacity), cache, made, prefill
 
     def prompt(self, seed: int, length: int) -> list[int]:
         return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
