@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
@@ -103,6 +104,8 @@ def answer(
     seed: int = 0,
     drafter: str = "eagle",
     draft_kv: str = "kept",
+    prefix: Path | None = None,
+    save_prefix: Path | None = None,
 ) -> Answer:
     """Run a request, showing its text while it comes.
 
@@ -118,9 +121,12 @@ def answer(
         seed: See there.
         drafter: Who guesses on this chain, for warnings.
         draft_kv: With which memory.
+        prefix: File of a sequence that the prompt continues.
+        save_prefix: File for the sequence as the prompt leaves it.
 
     Raises:
-        InputError: The request does not fit, or the model gives no finite logits.
+        InputError: The request does not fit, the model gives no finite logits, or a file cannot be
+            read or written.
     """
     stats, tokens, reason, text = Stats(), list[int](), "", list[str]()
     stream = tokenizer.stream()
@@ -131,21 +137,30 @@ def answer(
             show(piece, drafted)
 
     try:
+        if prefix is not None:
+            chain.restore(prefix)
         options: Options = {
             "max_new_tokens": max_new_tokens,
             "k": k,
+            "append": prefix is not None,
             "temperature": temperature,
             "seed": seed,
         }
         for round in _rounds(chain, prompt, options):
+            if save_prefix is not None and round.prompt_tokens:
+                chain.save(save_prefix)
             stats.add(round)
             tokens += round.tokens
             reason = round.finish_reason or reason
             for i, token in enumerate(round.tokens):
                 put(stream.push(token), i < round.accepted)
         put(stream.end(), False)
-        options["k"] = 0
-        plain = chain.generate(prompt, **options) if check else None
+        plain = None
+        if check:
+            if prefix is not None:
+                chain.restore(prefix)
+            options["k"] = 0
+            plain = chain.generate(prompt, **options)
     except FloatingPointError as error:
         raise InputError(str(error)) from error
     return Answer("".join(text), Result(tokens, reason, stats), plain, drafter, draft_kv)
@@ -153,8 +168,11 @@ def answer(
 
 def _rounds(chain: Chain, prompt: Sequence[int], options: Options) -> Iterator[Round]:
     """A request's rounds, with the progress of a prompt that takes its time on stderr."""
+    before = len(chain.cache.tokens) if options["append"] else 0
     with phases("prompt", PATIENCE) as show:
-        rounds = chain.rounds(prompt, fed=lambda held: show("", held, len(prompt)), **options)
+        rounds = chain.rounds(
+            prompt, fed=lambda held: show("", held - before, len(prompt)), **options
+        )
         first = next(rounds)
     yield first
     yield from rounds

@@ -229,19 +229,23 @@ class Cache:
         assert into is None or not kv, "copies of KV caches are as long as the sequence was"
         counters = Counters(tuple(self.tokens), self.position, self.pending, self._call)
         live = max(1, len(self.tokens))
-        if into is None:
-            into = Snapshot(
-                counters,
-                tuple(self._allocate_copy(pair, live, kv) for pair, _ in self._states),
-                tuple(self.memory.allocate(b.spec) for b in self._features()),
-                self.engines,
-            )
+        into = into or self.blank(counters, kv=kv)
         for (pair, buffers), copy in zip(self._states, into.buffers, strict=True):
             if copy is not None:
                 _copy_state(copy, buffers[self.parity], pair, live)
         for copy, buffer in zip(into.outputs, self._features(), strict=True):
             copy.copy_from(buffer)
         return Snapshot(counters, into.buffers, into.outputs, self.engines)
+
+    def blank(self, counters: Counters, *, kv: bool = True) -> Snapshot:
+        """A snapshot of a sequence of zeros, to be filled."""
+        live = max(1, len(counters.tokens))
+        return Snapshot(
+            counters,
+            tuple(self._allocate_copy(pair, live, kv) for pair, _ in self._states),
+            tuple(self.memory.allocate(b.spec) for b in self._features()),
+            self.engines,
+        )
 
     def rollback(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken, whatever has happened since, `reset` included.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.drafters import Drafter
 from eagle_chain.runtime.prefill import Prefill
@@ -130,10 +131,22 @@ class Ladder:
 
         If `settle` raises, the sequence stays.
         """
-        index = self._index(min(position, self.capacity - 1))
+        index = self._index(position)
         settle(self._made(index))
         self._at = index
         return self.rung
+
+    def cache_for(self, tokens: int) -> Cache:
+        """The cache that holds a sequence of so many tokens.
+
+        Raises:
+            InputError: They are too many.
+        """
+        if tokens > self.capacity:
+            raise InputError(
+                f"the sequence has {tokens} tokens, but the bundle's capacity is {self.capacity}"
+            )
+        return self._made(self._index(tokens)).cache
 
     def _last(self, index: int) -> int:
         """The last position that a rung computes: W rows from there fit its capacity.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime import prefix
 from eagle_chain.runtime.adaptive import Adaptive, Drafts, Fixed, Pace
 from eagle_chain.runtime.cache import Cache, Snapshot
 from eagle_chain.runtime.capacity import Ladder, Larger, Rung
@@ -211,6 +213,28 @@ class Chain:
         with self._turn(object(), begin=True):
             held = len(snapshot.counters.tokens)
             self._ladder.stand(held, lambda rung: rung.cache.rollback(snapshot))
+            self.drafter.reset()
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the sequence as it stands to a file, for `restore`; returns the file's size.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        return prefix.save(path, self.snapshot())
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Stand where `save` was called, in this process or another; ends an open request.
+
+        Raises:
+            InputError: The file is not whole, or of other engines or another drafter; the chain
+                stands where it stood.
+        """
+        with self._turn(object(), begin=True):
+            snapshot = prefix.load(path, self.vocab_size, self._ladder.cache_for)
+            self._ladder.stand(
+                len(snapshot.counters.tokens), lambda rung: rung.cache.rollback(snapshot)
+            )
             self.drafter.reset()
 
     def _checked(

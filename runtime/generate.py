@@ -69,6 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the draft remembers the sequence or starts over in each round (kept)",
     )
     parser.add_argument(
+        "--save-prefix",
+        metavar="FILE",
+        type=Path,
+        help="keep the sequence as the prompt leaves it, for --prefix (with --max-new-tokens 0 "
+        "nothing else is done)",
+    )
+    parser.add_argument(
+        "--prefix",
+        metavar="FILE",
+        type=Path,
+        help="go on from a sequence kept with --save-prefix: the text is put behind it",
+    )
+    parser.add_argument(
         "--rollback",
         choices=("log", "replay"),
         default="log",
@@ -85,6 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Answer one prompt; with --check a token that differs from plain decoding fails."""
+    if arguments.chat and arguments.prefix is not None:
+        raise InputError(
+            "--chat puts the text into a template of its own, which cannot follow a --prefix; "
+            "give the text as the template would have it"
+        )
     text = _prompt(arguments.prompt, arguments.prompt_file)
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
     chain = engines.chain(
@@ -94,7 +112,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if arguments.chat:
         prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
     else:
-        prompt = tokenizer.encode(text)
+        prompt = tokenizer.encode(text, special=arguments.prefix is None)
 
     def show(piece: str, drafted: bool) -> None:
         print(printable(piece), end="", flush=True)
@@ -111,6 +129,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         seed=arguments.seed,
         drafter=arguments.drafter or engines.default_drafter,
         draft_kv=arguments.draft_kv,
+        prefix=arguments.prefix,
+        save_prefix=arguments.save_prefix,
     )
     print()
     stats = given.result.stats

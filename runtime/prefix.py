@@ -1,0 +1,157 @@
+"""A sequence in a file: what a snapshot holds, for the engines that it came from.
+
+The file is NumPy's .npz, uncompressed: one array per state under its name, bf16 as its bits, and
+`about`, a JSON text with the tokens, the counters and the fingerprint of the engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.progress import human_bytes
+from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer
+from eagle_chain.runtime.cache import Cache, Counters, Snapshot
+
+FORMAT = 1
+HEADER = 4096  # bytes that an .npy has in front of its data, at most
+ABOUT = "about"
+DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, TypeError, EOFError),
+    *(NotImplementedError, RuntimeError, AttributeError, SyntaxError, MemoryError, RecursionError),
+)
+
+
+def fingerprint(engines: Hashable) -> str:
+    """Of the backend, the graphs and the weights that a sequence was computed with."""
+    return hashlib.sha256(repr(engines).encode()).hexdigest()
+
+
+def save(path: str | os.PathLike[str], snapshot: Snapshot) -> int:
+    """Write a whole snapshot, in the place of what is there only once it is complete.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    path, counters = Path(path), snapshot.counters
+    about = {
+        "format": FORMAT,
+        "engines": fingerprint(snapshot.engines),
+        "tokens": counters.tokens,
+        "position": counters.position,
+        "pending": counters.pending,
+        "call": counters.call,
+    }
+    arrays: dict[str, NDArray[Any]] = {ABOUT: np.array(json.dumps(about))}
+    for buffer in (*snapshot.buffers, *snapshot.outputs):
+        assert buffer is not None, "a snapshot without its KV is not a sequence"
+        arrays[buffer.spec.name] = buffer.read()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        return path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(
+    path: str | os.PathLike[str], vocab_size: int, cache_for: Callable[[int], Cache]
+) -> Snapshot:
+    """Read a file that `save` wrote.
+
+    Args:
+        path: The file.
+        vocab_size: Of the trunk.
+        cache_for: The cache for a sequence of so many tokens, which gives the states their sizes.
+
+    Raises:
+        InputError: It is not there, not whole, or not of this chain's engines and drafter.
+    """
+    path = Path(path)
+    with _refusing(path), zipfile.ZipFile(path) as archive:
+        about = json.loads(str(_array(archive, ABOUT, None)))
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise InputError(f"{path}: is not a prefix that this version of eagle-chain reads")
+        counters = _counters(about, vocab_size)
+        cache = cache_for(len(counters.tokens))
+        if about["engines"] != fingerprint(cache.engines):
+            raise InputError(
+                f"{path}: was saved with another bundle or backend; make it again with this one "
+                "(generate --save-prefix)"
+            )
+        snapshot = cache.blank(counters)
+        wanted = {b.spec.name: b for b in (*snapshot.buffers, *snapshot.outputs) if b is not None}
+        held = {name.removesuffix(".npy") for name in archive.namelist()} - {ABOUT}
+        if held != wanted.keys():
+            odd = ", ".join(sorted(held ^ wanted.keys())[:3])
+            raise InputError(f"{path}: was saved with another drafter (it differs in {odd})")
+        for name, buffer in wanted.items():
+            buffer.write(_array(archive, name, buffer))
+    return snapshot
+
+
+def _array(archive: zipfile.ZipFile, name: str, buffer: Buffer | None) -> NDArray[Any]:
+    """One array, whose size is known before it is read."""
+    member = archive.getinfo(f"{name}.npy")
+    most = 64 * 1024 * 1024 if buffer is None else buffer.spec.nbytes + HEADER
+    if member.file_size > most:
+        size = human_bytes(member.file_size)
+        raise InputError(f"{archive.filename}: {name} has {size}, expected {human_bytes(most)}")
+    with archive.open(member) as stream:
+        array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
+    if buffer is not None:
+        spec = buffer.spec
+        if array.dtype != NUMPY_DTYPES[spec.dtype] or array.shape != spec.shape:
+            raise InputError(
+                f"{archive.filename}: {name} is {array.dtype} {list(array.shape)}, expected "
+                f"{spec.dtype} {list(spec.shape)}"
+            )
+    return array
+
+
+def _counters(about: dict[str, Any], vocab_size: int) -> Counters:
+    tokens, call = tuple(about["tokens"]), tuple(about["call"])
+    position, pending = about["position"], about["pending"]
+    for value in (*tokens, *call, position, *([] if pending is None else [pending])):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{value!r} where a count or a token is expected")
+    if any(token >= vocab_size for token in (*tokens, *call, pending or 0)):
+        raise ValueError("a token outside the vocabulary")
+    kept = len(tokens) - position
+    fits = 0 <= kept <= len(call) and tokens[position:] == call[:kept]
+    if not fits or bool(tokens) == (pending is None):
+        raise ValueError("counters that contradict each other")
+    return Counters(tokens, position, pending, call)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except DAMAGE as error:
+        raise InputError(f"{path}: is not a whole prefix file ({error})") from None

@@ -1,0 +1,162 @@
+"""A sequence kept in a file and taken up again: the same bits, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_chain.engines import cli
+from eagle_chain.engines.errors import InputError
+from eagle_chain.runtime import Chain, NoDrafter
+from tests.toy import Toy
+from tests.toy_pair import write_pair
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    return Toy(3, capacity=80, prefill=16, smaller=(30,))
+
+
+@pytest.mark.parametrize("length", [1, 9, 29, 50])
+def test_many_continuations_of_one_prefix(toy: Toy, tmp_path: Path, length: int) -> None:
+    """In another chain, as of another process; saved behind a prompt and behind a round."""
+    prompt = toy.prompt(length, length)
+    for new in (0, 7):
+        first = toy.chain()
+        made = first.generate(prompt, max_new_tokens=new).tokens
+        size = first.save(tmp_path / "prefix")
+        assert (tmp_path / "prefix").stat().st_size == size
+        held = [*prompt, *made[:-1]]
+        chain = toy.chain()
+        for seed in (0, 1, 0):
+            chain.restore(tmp_path / "prefix")
+            assert chain.cache.tokens == held and chain.cache.pending == first.cache.pending
+            more = toy.prompt(seed, 5)
+            whole = [*held, *more]
+            want, _ = toy.decode(whole, 15)
+            result = chain.generate(more, max_new_tokens=15, append=True)
+            assert result.tokens == want[len(whole) :]
+            theirs = toy.chain()
+            theirs.extend(held)
+            assert (
+                result.stats.accepted
+                == theirs.generate(more, max_new_tokens=15, append=True).stats.accepted
+            )  # the draft's rows were kept as well
+
+
+def test_a_file_replaces_another_only_when_it_is_whole(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, path = toy.chain(), tmp_path / "prefix"
+    chain.extend(toy.prompt(0, 5))
+    chain.save(path)
+    before = path.read_bytes()
+    chain.extend(toy.prompt(1, 5))
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(InputError, match="No space left"):
+        chain.save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(InputError, match="cannot be written"):
+        chain.save(tmp_path / "no" / "folder")
+
+
+def refused(chain: Chain, path: Path) -> str:
+    """Why a file is refused; the chain stands where it stood."""
+    held = list(chain.cache.tokens)
+    with pytest.raises(InputError) as raised:
+        chain.restore(path)
+    assert chain.cache.tokens == held
+    return str(raised.value)
+
+
+def test_what_is_not_this_chain_s_is_refused(toy: Toy, tmp_path: Path) -> None:
+    path, chain = tmp_path / "prefix", toy.chain()
+    chain.extend(toy.prompt(0, 6))
+    chain.save(path)
+    assert "another bundle" in refused(Toy(5, capacity=80).chain(), path)
+    plain = Toy(3, capacity=80, prefill=16, smaller=(30,))
+    assert "another drafter" in refused(plain.chain(lambda cache: NoDrafter()), path)
+    long = Toy(3, capacity=80).chain()
+    long.extend(toy.prompt(0, 60))
+    long.save(path)
+    short = Toy(3, capacity=40).chain()
+    assert "capacity is 40" in refused(short, path)
+    assert "cannot be read" in refused(chain, tmp_path / "absent")
+    assert "cannot be read" in refused(chain, tmp_path)
+
+
+def test_damage_is_refused_or_harmless(toy: Toy, tmp_path: Path) -> None:
+    """Cut anywhere, any byte flipped, counters that lie, arrays of another size or with code."""
+    path, chain = tmp_path / "prefix", toy.chain()
+    chain.extend(toy.prompt(0, 6))
+    chain.save(path)
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    for at in random.integers(0, len(whole), 40):
+        path.write_bytes(whole[:at])
+        refused(chain, path)
+    for at in random.integers(0, len(whole), 60):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        try:
+            chain.restore(path)
+        except InputError:
+            continue
+    path.write_bytes(whole)
+    with np.load(path) as held:
+        arrays = dict(held)
+    about = json.loads(str(arrays["about"]))
+    for change in (
+        {"position": 99},
+        {"tokens": [1, 2, -3]},
+        {"tokens": [10**6] * 6},
+        {"pending": None},
+        {"call": ["x"]},
+        {"format": 2},
+        {"engines": None},
+    ):
+        np.savez(path.open("wb"), **{**arrays, "about": np.array(json.dumps(about | change))})
+        refused(chain, path)
+    for change in (
+        {"layers.0.S": arrays["layers.0.S"][:1]},
+        {"layers.0.S": arrays["layers.0.S"].astype(np.float64)},
+        {"layers.1.key": np.array([print], object)},
+        {"more": np.zeros(3)},
+        {"features": np.zeros((10**6,), np.float32)},
+    ):
+        np.savez(path.open("wb"), **{**arrays, **change})
+        refused(chain, path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:  # more zeros than an index needs
+        archive.writestr("about.npy", bytes(10**8))
+    assert "expected" in refused(chain, path)
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = write_pair(tmp_path / "pair", layers=4, aux=[0, 1, 2], tokenizer=True)
+    bundle, file = str(tmp_path / "bundle"), str(tmp_path / "system")
+    words = [*map(str, folders), "-o", bundle, "--aux-layers", "0,1,2", "--capacity", "256"]
+    assert cli.main(["export", *words]) == 0
+
+    def generate(*words: str, code: int = 0) -> dict[str, object]:
+        capsys.readouterr()
+        assert cli.main(["generate", bundle, "--threads", "1", "--json", *words]) == code
+        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        return found
+
+    text = "You are a careful assistant. " * 4
+    kept = generate("--prompt", text, "--save-prefix", file, "--max-new-tokens", "0")
+    assert kept["tokens"] == 0 and kept["text"] == ""
+    for question in ("Why?", "Who?"):
+        got = generate("--prompt", question, "--prefix", file, "--max-new-tokens", "20", "--check")
+        want = generate("--prompt", text + question, "--max-new-tokens", "20")
+        assert got["exact"] is True and got["text"] == want["text"]
+        assert got["prompt_tokens"] == len(question)
+    refusal = generate("--prompt", "x", "--chat", "--prefix", file, code=2)
+    assert "--chat" in str(refusal["error"])
