@@ -7,13 +7,16 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.draft_keys import FLAGS
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
+from eagle_chain.engines.memory import chain_needs, host_bytes_available
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.plans import plan_report
@@ -164,7 +167,8 @@ def ignored_line(ignored: Mapping[str, int]) -> str:
 
 def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Everything `inspect --json` tells about a bundle."""
-    states = {pair.input: pair for spec in manifest.specs.values() for pair in spec.states}
+    largest = [spec for name, spec in manifest.specs.items() if "-" not in name]
+    states = {pair.input: pair for spec in largest for pair in spec.states}
     options = manifest.options
     weights_bytes = sum(weight.nbytes for weight in manifest.weights.values())
     state_bytes = sum(_state_bytes(pair) for pair in states.values())
@@ -202,6 +206,11 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
             "states": state_bytes,
             "kv_per_token": kv_row_bytes(manifest.specs.values()),
             "total": _computed_bytes(manifest) + state_bytes,
+            "chain": {
+                str(capacity): {**asdict(needs), "total": needs.total}
+                for capacity, needs in chain_needs(manifest.specs, options, manifest.trunk).items()
+            },
+            "device": _device(),
         },
         "made_with": manifest.made_with,
         "plans": [
@@ -238,6 +247,8 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
         f"KV       {manifest.options.kv_type}, {memory['kv_per_token']:,} bytes a token "
         "(trunk and drafts)"
     )
+    for line in memory_lines(memory):
+        print(line)
     for plan in report["plans"]:
         size = human_bytes(plan["bytes"]) if plan["bytes"] is not None else "missing"
         print(f"plan     {plan['file']}: {size}, {plan['target']}, weights {plan['weights']}")
@@ -247,6 +258,30 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
     if not report["plans"]:
         print("plans    none")
     print(f"made by  {versions}")
+
+
+def memory_lines(memory: Mapping[str, Any]) -> list[str]:
+    """What a chain takes at each capacity, part by part, against what the device has."""
+    lines = []
+    needed = memory["weights"]
+    for capacity, parts in memory["chain"].items():
+        shares = ", ".join(f"{n} {human_bytes(size)}" for n, size in parts.items() if n != "total")
+        lines.append(f"chain    up to {capacity} tokens: {shares} = {human_bytes(parts['total'])}")
+        needed += parts["total"]
+    device = memory["device"]
+    verdict = "enough" if device["bytes"] >= needed else "TOO LITTLE"
+    has = f"{device['name']} has {human_bytes(device['bytes'])}, {verdict}"
+    lines.append(f"needs    {human_bytes(needed)} with the weights, all capacities in use; {has}")
+    return lines
+
+
+def _device() -> dict[str, Any]:
+    """The memory that there is: the first GPU's, else what this machine has free."""
+    try:
+        gpu = device_info()
+    except InputError:
+        return {"name": "this machine (no GPU)", "bytes": host_bytes_available()}
+    return {"name": gpu.name, "bytes": gpu.total_bytes}
 
 
 def _alike(spec: EngineSpec) -> dict[tuple[str, str, tuple[int, ...], str], list[StatePair]]:

@@ -8,10 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.progress import human_bytes
-from eagle_chain.engines.spec import EngineSpec, TensorSpec
+from eagle_chain.engines.spec import (
+    ATTENTION_SCORES,
+    ITEM_BYTES,
+    EngineSpec,
+    Options,
+    TensorSpec,
+)
 
 # Measured with TensorRT-RTX: the process itself, and what each node of a graph adds to it.
 BUILDER_BYTES = 250_000_000
@@ -47,6 +54,114 @@ def estimate(
     if baked:
         build += BAKED_COPIES * max(sum(t.nbytes for t in tensors) for tensors in weights.values())
     return Estimate(on_device, sum(map(_chain_bytes, _distinct_states(specs))), build)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a chain holds at one capacity; all but `scratch` exact to a few per cent."""
+
+    kv: int  # of trunk and drafts, in place
+    states: int  # recurrent states and conv windows, two buffers each
+    logs: int  # of the last call's rows, two buffers each
+    buffers: int  # what engines are fed and what they leave beside their states
+    scratch: int  # what an engine needs while it runs; an estimate, one engine runs at a time
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.kv + self.states + self.logs + self.buffers + self.scratch
+
+
+def chain_needs(
+    specs: Mapping[str, EngineSpec], options: Options, trunk: TrunkConfig
+) -> dict[int, Needs]:
+    """What a chain needs beside the weights, by capacity; each is allocated when first needed."""
+    needs = {}
+    for capacity in options.capacities:
+        own = {
+            plain: specs[name]
+            for name in specs
+            for plain, made in [options.of_engine(name)]
+            if made.capacity == capacity or not specs[name].states
+        }
+        own = _of_one_drafter(own)
+        pairs = {pair.input: pair for spec in own.values() for pair in spec.states}
+        sizes = {"kv": 0, "states": 0, "logs": 0}
+        for pair in pairs.values():
+            kind = "kv" if pair.rows_axis is not None else "states"
+            kind = "logs" if ".log_" in pair.input else kind
+            sizes[kind] += pair.tensors[0].nbytes * (1 if pair.in_place else 2)
+        buffers = sum(_plain_bytes(plain, spec, options.width) for plain, spec in own.items())
+        scratch = _scratch(options.at(capacity), trunk)
+        needs[capacity] = Needs(**sizes, buffers=buffers, scratch=scratch)
+    return needs
+
+
+def check_load(
+    specs: Mapping[str, EngineSpec],
+    options: Options,
+    trunk: TrunkConfig,
+    weights: int,
+    free: int,
+    device: str,
+) -> None:
+    """Refuse, before anything is uploaded, what this device cannot hold even at first.
+
+    Args:
+        specs: Of the engines.
+        options: Of the bundle.
+        trunk: Its trunk.
+        weights: Bytes of all weights as they are uploaded.
+        free: Bytes that nobody uses on the device.
+        device: Its name.
+
+    Raises:
+        InputError: Weights and a chain at the smallest capacity take more than is free.
+    """
+    capacity, needs = next(iter(chain_needs(specs, options, trunk).items()))
+    if weights + needs.total > free:
+        raise InputError(
+            f"the weights take {human_bytes(weights)} and a chain of {capacity} tokens "
+            f"{human_bytes(needs.total)}, {device} has {human_bytes(free)} of memory free: end "
+            "other programs on it, or export with another --dtype or a shorter --capacity"
+        )
+
+
+def _of_one_drafter(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
+    """A chain has one drafter: the bundle's draft if there is one, unless another is asked for."""
+    left_out = "mtp" if "draft" in specs else ()
+    return {name: spec for name, spec in specs.items() if not name.startswith(left_out)}
+
+
+def _plain_bytes(plain: str, spec: EngineSpec, width: int) -> int:
+    inputs, outputs = (sum(t.nbytes for t in tensors) for tensors in (spec.inputs, spec.outputs))
+    if plain == "trunk":  # one set per parity
+        return 2 * (inputs + outputs)
+    if plain.endswith("_step"):  # a guess leaves its outputs for the next
+        return max(0, width - 2) * outputs
+    if plain.endswith("_prefill"):  # all but the ids is the prefill's own
+        return spec.inputs[0].nbytes
+    return inputs + outputs
+
+
+def _scratch(options: Options, trunk: TrunkConfig) -> int:
+    """Activations of the largest call: MLP and delta rule of all rows, scores, logits.
+
+    What is alive at once, as ONNX Runtime and TensorRT reuse the memory of what is not; attention
+    in primitives takes `ATTENTION_SCORES` at a time.
+    """
+    rows, item = max(options.width, options.prefill), ITEM_BYTES[options.dtype]
+    wide = 3 * trunk.intermediate_size + 4 * trunk.hidden_size
+    linear = trunk.conv_channels * (item + 3 * 4)
+    linear += 6 * 4 * trunk.linear_value_heads * (trunk.linear_value_dim + 64)
+    scores = trunk.attention_heads * rows * options.kv_rows
+    attention = 3 * 4 * min(scores, ATTENTION_SCORES)
+    if options.profile.startswith("ort-") and options.kv_type == options.dtype:
+        attention = 0  # never as a whole
+    elif options.kv_type != options.dtype:
+        attention += 4 * 4 * trunk.kv_heads * trunk.head_dim * options.kv_rows
+    logits = options.width * trunk.vocab_size * (item + 4)
+    return max(rows * wide * item, rows * linear, attention, logits)
 
 
 def host_bytes_available() -> int:
@@ -95,17 +210,20 @@ def check_room(folder: Path, needed: Estimate, weights: str, device: int | None)
 
 def _distinct_states(specs: Mapping[str, EngineSpec]) -> list[EngineSpec]:
     """The specs, with a state that several engines share left in the first of them only."""
-    seen: set[str] = set()
+    specs = _of_one_drafter(specs)
+    seen: set[tuple[str, str]] = set()
     kept = []
     for spec in specs.values():
-        states = tuple(pair for pair in spec.states if pair.input not in seen)
-        seen |= {pair.input for pair in states}
+        size = spec.name.partition("-")[2]  # caches of another capacity are others
+        states = tuple(pair for pair in spec.states if (size, pair.input) not in seen)
+        seen |= {(size, pair.input) for pair in states}
         kept.append(EngineSpec(spec.name, spec.inputs, spec.outputs, states))
     return kept
 
 
 def _chain_bytes(spec: EngineSpec) -> int:
-    swapped = any(not pair.in_place for pair in spec.states)  # the trunk: everything that comes out
-    outputs = sum(t.nbytes for t in spec.outputs) * (2 if swapped else 1)
+    plain = spec.name.partition("-")[0]
+    outputs = sum(t.nbytes for t in spec.outputs) * (2 if plain == "trunk" else 1)
     states = sum(pair.tensors[0].nbytes * (1 if pair.in_place else 2) for pair in spec.states)
-    return sum(t.nbytes for t in spec.inputs) + outputs + states
+    inputs = spec.inputs[:1] if plain.endswith("_prefill") else spec.inputs  # the rest is shared
+    return sum(t.nbytes for t in inputs) + outputs + states

@@ -17,6 +17,8 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kv import key_and_value, planes
 
 DTYPES = ("fp32", "fp16", "bf16")
+# Attention of many rows in primitives takes so many scores at a time (fp32: 128 MB).
+ATTENTION_SCORES = 32 * 1024 * 1024
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int32": 4, "int8": 1}
 
 

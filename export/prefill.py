@@ -9,16 +9,13 @@ import numpy as np
 import onnx_ir as ir
 
 from eagle_chain.engines.config import DraftConfig
-from eagle_chain.engines.spec import Options
+from eagle_chain.engines.spec import ATTENTION_SCORES, Options
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.chunked import ChunkRows, Sizes, delta_rule
 from eagle_chain.export.draft import encoded, product
 from eagle_chain.export.kv import Rows
 from eagle_chain.export.lowering import Heads, Portable
 from eagle_chain.export.trunk import TrunkGraph
-
-# Attention in primitives takes so many scores at a time (fp32: 128 MB), the rows in pieces.
-SCORES = 32 * 1024 * 1024
 
 
 class PrefillRows(TrunkGraph):
@@ -66,10 +63,10 @@ class PrefillRows(TrunkGraph):
         g, slots = self.g, self.options.kv_rows
         key, value = self.low.read_rows(cache, heads, slots)
         cache = Rows(g.dtype, (key,)), Rows(g.dtype, (value,))
-        pieces = 1
-        while self.width // pieces * slots * heads.query > SCORES and self.width // pieces > 8:
-            pieces *= 2
-        rows = self.width // pieces
+        rows = self.width
+        while rows * slots * heads.query > ATTENTION_SCORES and rows > 8:
+            rows //= 2
+        pieces = self.width // rows
         sizes = [rows] * pieces
         mixed = [
             self.low.attention(part, cache, places, rows, heads, slots)

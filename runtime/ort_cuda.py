@@ -17,6 +17,7 @@ from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.manifest import Manifest, Weight
+from eagle_chain.engines.memory import check_load
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory, Replay
@@ -152,6 +153,14 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
         model = read_bound(folder / f"{name}.onnx", manifest.options.dtype)
         sessions[name] = OrtCudaSession(model, spec, memory, library=library)
     wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
+    check_load(
+        manifest.specs,
+        manifest.options,
+        manifest.trunk,
+        sum(tensor.nbytes for tensor in wanted),
+        memory.free_bytes(),
+        memory.info.name,
+    )
     forms = {tensor: Derived.parse(tensor.name) for tensor in wanted}
     stored = [tensor for tensor, form in forms.items() if form is None]
     made: dict[TensorSpec, Buffer] = {**upload(folder, manifest.weights, stored, memory)}

@@ -64,7 +64,7 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot) -> int:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as stream:
-            np.savez(stream, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+            np.savez(stream, allow_pickle=False, **arrays)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

@@ -17,9 +17,9 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour, load_flavour, logger
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest, Plan
+from eagle_chain.engines.memory import check_load
 from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
-from eagle_chain.engines.progress import human_bytes
-from eagle_chain.engines.spec import EngineSpec, TensorSpec
+from eagle_chain.engines.spec import EngineSpec
 from eagle_chain.runtime.buffers import ALIGNMENT, Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaError, CudaMemory, Replay
 from eagle_chain.runtime.session import Session, check_tensors
@@ -206,7 +206,14 @@ def open_sessions(
         for name, (path, plan) in plans.items()
     }
     wanted = {spec for engine in engines.values() for spec in engine.weights}
-    _check_room(memory, wanted)
+    check_load(
+        manifest.specs,
+        manifest.options,
+        manifest.trunk,
+        sum(spec.nbytes for spec in wanted),
+        memory.free_bytes(),
+        memory.info.name,
+    )
     uploaded = upload(folder, manifest.weights, sorted(wanted, key=lambda t: t.name), memory)
     for engine in engines.values():
         engine.bound = {spec.name: uploaded[spec] for spec in engine.weights}
@@ -223,12 +230,3 @@ def serves(manifest: Manifest, backend: str) -> bool:
     except InputError:
         return False
     return any(target.runs(plan) for plan in manifest.plans.values())
-
-
-def _check_room(memory: CudaMemory, weights: set[TensorSpec]) -> None:
-    needed, free = sum(spec.nbytes for spec in weights), memory.free_bytes()
-    if needed > free:
-        raise InputError(
-            f"the weights take {human_bytes(needed)} on the GPU, {memory.info.name} has "
-            f"{human_bytes(free)} of {human_bytes(memory.info.total_bytes)} free"
-        )

@@ -133,7 +133,7 @@ def test_damage_is_refused_or_harmless(toy: Toy, tmp_path: Path) -> None:
     ):
         np.savez(path.open("wb"), **{**arrays, **change})
         refused(chain, path)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:  # more zeros than an index needs
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("about.npy", bytes(10**8))
     assert "expected" in refused(chain, path)
 

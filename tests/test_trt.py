@@ -277,7 +277,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_uploaded(
     cuda: Any, bundle: Path
 ) -> None:
     cuda.DEVICE.properties.totalGlobalMem = 100_000
-    with pytest.raises(InputError, match=r"the weights take 1\.7 MB on the GPU, .* has 100\.0 kB"):
+    with pytest.raises(InputError, match=r"the weights take 1\.7 MB and a chain .* has 100\.0 kB"):
         open_sessions(bundle, Manifest.load(bundle), "tensorrt")
 
 
