@@ -96,6 +96,7 @@ def of_shapes(folder: Path, name: str, options: Options, shared: Engines | None 
     assert isinstance(memory, CudaMemory), "shapes are measured on a GPU"
     given = {f"--{field}": getattr(options, field) for field in ("width", "capacity", "dtype")}
     given |= {"--profile": options.profile} | ({"--kv": options.kv} if options.kv else {})
+    given |= {"--prefill": options.prefill}
     command = [sys.executable, "-m", "eagle_chain.export.shapes", name, "-o", str(folder)]
     subprocess.run([*command, *(str(w) for pair in given.items() for w in pair)], check=True)
     described = json.loads((folder / "shapes.json").read_text())
