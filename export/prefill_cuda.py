@@ -79,10 +79,6 @@ class StockFused(OrtCuda):
         """`x`, of the compute dtype, with its shape noted."""
         return self.fused.shaped(x, *shape)
 
-    def cut(self, x: ir.Value, *sizes: int) -> list[ir.Value]:
-        """Columns of x, with their shapes."""
-        return self.fused.cut(x, *sizes)
-
     def rms_norm(self, x: ir.Value, weight: str, eps: float, *, centred: bool) -> ir.Value:
         """RMSNorm of x [R, H], whose shape is known."""
         width = self.g.weight_shape(weight)[0]
