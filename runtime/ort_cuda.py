@@ -36,7 +36,8 @@ class OrtCudaSession:
         spec: What the bundle says it takes and gives.
         memory: Where buffers live, and the stream that runs the engine.
         library: The operators of the `ort-fused` profile, see `engines.kernel_library`.
-        graphs: Replay a binding as a CUDA graph once it is warm.
+        graphs: Replay a binding as a CUDA graph once it is warm. Not an engine that reads prompts:
+            its operators are too large to wait for launches, and some of them copy from the host.
 
     Raises:
         InputError: onnxruntime has no CUDA provider, or cannot load the graph.
@@ -79,7 +80,7 @@ class OrtCudaSession:
             raise InputError(f"{spec.name}: ONNX Runtime could not start its CUDA provider")
         self.spec = spec
         self.memory = memory
-        self.graphs = graphs
+        self.graphs = graphs and not spec.name.endswith("prefill")
         known = {t.name for t in spec.all_inputs}
         self.weights = tuple(
             TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))
