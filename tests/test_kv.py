@@ -328,7 +328,8 @@ def test_a_branch_comes_back_from_its_snapshot(loaded: Engines, plain: list[Plai
     half = NEW // 2
     head = chain.generate(first.prompt, max_new_tokens=half, k=4).tokens
     snapshot = chain.snapshot()
-    planes = [pair for spec in loaded.manifest.specs.values() for pair in spec.states]
+    specs = loaded.manifest.specs
+    planes = [*specs["trunk"].states, *specs["draft"].states]
     live = {pair.input: pair for pair in planes if pair.rows_axis is not None}
     held = sum(len(chain.cache.tokens) * p.tensors[0].nbytes // p.shape[2] for p in live.values())
     others = {p.input: p.tensors[0].nbytes for p in planes if p.rows_axis is None}
@@ -389,11 +390,12 @@ def test_inspect_shows_the_kv_type(
     assert "--kv q8_0/q5_1" in Manifest.load(tmp_path / "b").export_command(tmp_path / "b")
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "b")]) == 0
-    # two KV heads in each of the trunk's two attention layers, four in the draft's: 34 + 24 bytes
-    assert f"KV       q8_0/q5_1, {58 * (4 + 4)} bytes a token" in capsys.readouterr().out
+    # 34 + 24 bytes for each KV head: two in both attention layers of the trunk and in its mtp
+    # head, four in the draft
+    assert f"KV       q8_0/q5_1, {58 * (4 + 2 + 4)} bytes a token" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "b"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["kv"] == "q8_0/q5_1" and report["memory"]["kv_per_token"] == 58 * 8
+    assert report["kv"] == "q8_0/q5_1" and report["memory"]["kv_per_token"] == 58 * 10
 
 
 @pytest.mark.parametrize(
