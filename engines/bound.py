@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from eagle_chain.engines.errors import InputError
 
 if TYPE_CHECKING:
     import onnx
@@ -59,9 +62,29 @@ def read_bound(path: Path, dtype: str, stored: Collection[str] = ()) -> bytes:
     """
     import onnx
 
-    model = onnx.load(path, load_external_data=False)
-    content: bytes = with_bound_weights(model, converted=dtype, stored=stored).SerializeToString()
+    with as_exported(path):
+        model = onnx.load(path, load_external_data=False)
+        bound = with_bound_weights(model, converted=dtype, stored=stored)
+        content: bytes = bound.SerializeToString()
     return content
+
+
+@contextmanager
+def as_exported(graph: Path | str) -> Iterator[None]:
+    """What a graph does to code that reads it, when it is none that export writes, as a sentence.
+
+    Its hash was right, so somebody has made it up: names may be no text, nodes have no outputs,
+    casts no type.
+    """
+    try:
+        yield
+    except (InputError, OSError, MemoryError):
+        raise
+    except Exception as error:  # protobuf has an exception of its own in every version
+        raise InputError(
+            f"{graph}: not a graph that export writes ({type(error).__name__}: {error}); "
+            "export the bundle again"
+        ) from error
 
 
 def bound_weights(model: onnx.ModelProto) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from eagle_chain.engines.bound import as_exported
 from eagle_chain.engines.compiler import Job, Request
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import (
@@ -162,10 +163,11 @@ def _engines(folder: Path, manifest: Manifest, weights: str) -> dict[str, Engine
     engines = {}
     for name, spec in manifest.specs.items():
         model = load_graph(folder, name)
-        if weights == "bound":
-            engines[name] = Engine(*bound_graph(model, spec, manifest.options.dtype))
-        else:
-            engines[name] = Engine(model, baked_weights(model, manifest))
+        with as_exported(folder / f"{name}.onnx"):
+            if weights == "bound":
+                engines[name] = Engine(*bound_graph(model, spec, manifest.options.dtype))
+            else:
+                engines[name] = Engine(model, baked_weights(model, manifest))
     return engines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from eagle_chain.engines.bound import bound_weights, with_bound_weights
+from eagle_chain.engines.bound import as_exported, bound_weights, with_bound_weights
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
@@ -21,10 +21,20 @@ def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
     import onnx
 
     path = folder / f"{engine}.onnx"
-    try:
+    with as_exported(path):
         model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:  # protobuf has an exception of its own in every version
-        raise InputError(f"{path}: not an ONNX graph ({error}); export the bundle again") from None
+        _check_places(path, model)
+        for node in model.graph.node:
+            if node.domain not in ("", "ai.onnx"):
+                raise InputError(
+                    f"{engine}.onnx: TensorRT has no operator {node.domain}.{node.op_type} "
+                    f"(node {node.name!r}): export with --profile portable or standard"
+                )
+    return model
+
+
+def _check_places(path: Path, model: onnx.ModelProto) -> None:
+    """The weights of a graph lie in files of the bundle."""
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:
             place = PurePosixPath(entry.value)
@@ -33,13 +43,6 @@ def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
                     f"{path}: a weight lies in {entry.value!r}, expected a file of weights/; "
                     "export the bundle again"
                 )
-    for node in model.graph.node:
-        if node.domain not in ("", "ai.onnx"):
-            raise InputError(
-                f"{engine}.onnx: TensorRT has no operator {node.domain}.{node.op_type} "
-                f"(node {node.name!r}): export with --profile portable or standard"
-            )
-    return model
 
 
 def bound_graph(

@@ -123,7 +123,7 @@ def check_plan(path: Path, plan: Plan, command: str) -> None:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); build it again: {command}"
         ) from None
-    if digest != plan.sha256:
+    if digest != plan.sha256 or not path.stat().st_size:  # nothing cannot be mapped
         raise InputError(
             f"{path}: is not the plan that was built ({path.stat().st_size} bytes, SHA-256 "
             f"{digest[:12]}, the manifest has {plan.sha256[:12]}); build it again: {command}"

@@ -181,10 +181,10 @@ def graphs_made_once() -> Iterator[None]:
     made: dict[str, Any] = {}
     build, check = bundle.build_graphs, bundle.check_graph
 
-    def build_graphs(trunk: Any, draft: Any, table: Any, options: Any) -> Any:
-        key = str((options, table))
+    def build_graphs(*arguments: Any) -> Any:
+        key = str(arguments)
         if key not in made:
-            made[key] = build(trunk, draft, table, options)
+            made[key] = build(*arguments)
         return made[key]
 
     bundle.build_graphs, bundle.check_graph = build_graphs, lambda *_: None
@@ -276,6 +276,9 @@ def sweep(command: str, base: Path, step: int = 1) -> dict[str, list[dict[str, A
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in background jobs of a shell
     with standins(), graphs_made_once(), redirect_stdout(sys.stderr):
         fork_compilers()
         seen = sweep(sys.argv[1], Path(sys.argv[2]).resolve(), int((*sys.argv[3:], 1)[0]))

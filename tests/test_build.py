@@ -6,6 +6,7 @@ plans cannot run here. A stand-in for TensorRT serves for what must go wrong on 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -34,6 +35,7 @@ from eagle_chain.engines.precision import float_dtypes, pin_fp32
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
+from eagle_chain.runtime import open_engines
 from tests import qwen_9b
 from tests.standin import FOLDER, standins
 from tests.toy_pair import write_pair
@@ -364,6 +366,39 @@ def test_a_bad_timing_cache_is_a_warning(
 
 
 # --- what goes wrong on the way --------------------------------------------------------------
+
+
+def forged(bundle: Path, change: Any) -> None:
+    """Let `change` edit the bytes of the encoder's graph, and give the manifest their hash."""
+    graph, path = bundle / "encoder.onnx", bundle / "manifest.json"
+    graph.write_bytes(change(graph.read_bytes()))
+    data = json.loads(path.read_text())
+    data["graphs"]["encoder.onnx"] = hashlib.sha256(graph.read_bytes()).hexdigest()
+    path.write_text(json.dumps(data))
+
+
+FORGERIES = {
+    "no graph": lambda content: b"not a graph",
+    "names that are no text": lambda c: c.replace(b"draft.fc.weight", b"draft.\xc7c.weight"),
+    "places that are no text": lambda c: c.replace(b"weights/draft/", b"\xff" * 14),
+    "another weight": lambda c: c.replace(b"draft.fc.weight", b"draft.fx.weight"),
+}
+
+
+@pytest.mark.parametrize("weights", ["bound", "baked"])
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_graph_is_one_sentence(
+    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str], forgery: str, weights: str
+) -> None:
+    forged(bundle, FORGERIES[forgery])
+    if (forgery, weights) == ("another weight", "bound"):  # for who uploads the weights to see
+        assert main(["build", str(bundle)]) == 0
+        with pytest.raises(InputError, match=r"weight draft\.fx\.weight is not in the bundle"):
+            open_engines(bundle, "tensorrt")
+        return
+    assert main(["build", str(bundle), "--weights", weights]) == 2
+    error = capsys.readouterr().err
+    assert "encoder" in error and error.count("eagle-chain: ") == 1
 
 
 @pytest.mark.parametrize(

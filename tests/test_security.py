@@ -335,6 +335,17 @@ def test_a_changed_plan_is_refused_before_tensorrt_sees_it(
     assert seen == []
 
 
+def test_an_empty_plan_is_refused_even_with_its_hash(bundle: Path) -> None:
+    with standins():
+        assert main(["build", str(bundle)]) == 0
+        [plan] = bundle.glob("plans/*/draft.plan")
+        plan.write_bytes(b"")
+        name = str(plan.relative_to(bundle))
+        edited(bundle, lambda data: data["plans"][name].update(sha256=file_hash(plan)))
+        with pytest.raises(InputError, match=r"draft\.plan: is not the plan .* \(0 bytes"):
+            open_engines(bundle, "tensorrt")
+
+
 def test_changed_weights_are_refused_at_the_edges_and_found_by_a_check(bundle: Path) -> None:
     file = bundle / "weights/trunk/model.safetensors"
     whole = file.read_bytes()
