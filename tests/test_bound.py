@@ -70,7 +70,8 @@ def test_uploaded_weights_give_the_same_bits(bundle: Path, engine: str) -> None:
 def test_weights_enter_in_the_dtype_they_are_computed_in(bundle: Path) -> None:
     manifest = Manifest.load(bundle)
     dtype = manifest.options.dtype
-    islands = ("layernorm.weight", "norm.weight", "A_log", "dt_bias", "conv1d.weight")
+    islands = ("layernorm.weight", "norm.weight", "norm_embedding.weight", "norm_hidden.weight")
+    islands += ("A_log", "dt_bias", "conv1d.weight")
     for engine, spec in manifest.specs.items():
         model, weights = bound_graph(load_graph(bundle, engine), spec, manifest.options.dtype)
         for weight in weights:

@@ -348,7 +348,9 @@ def test_tf32_is_off_and_the_network_strongly_typed(
         **{"fp16": False, "obey": False, "pinned": []},
     }
     inspected = report(capsys, "inspect", str(bundle))["plans"]
-    assert [plan["layers"] for plan in inspected] == [{"FP32": 1}] * 4
+    assert [plan["layers"] for plan in inspected] == [{"FP32": 1}] * len(
+        Manifest.load(bundle).specs
+    )
     assert inspected[0]["target"].startswith("TensorRT 10.9.0.34 on Stand-in GPU")
     assert "a warning of the builder" in (bundle / PLANS / "build.log").read_text()
 
@@ -651,7 +653,7 @@ def test_a_plan_serves_the_machine_it_was_built_for(bundle: Path, gpu: Any) -> N
     plan = manifest.plans[f"{PLANS}/trunk.plan"]
     here = Target("tensorrt", "10.9.0.34", "Stand-in GPU", ("9.0",))
     assert here.runs(plan)
-    assert len(built_plans(bundle, manifest, Recipe(here, "bound", ()))) == 4
+    assert len(built_plans(bundle, manifest, Recipe(here, "bound", ()))) == len(manifest.specs)
     for other in (
         Target("tensorrt", "10.9.0.34", "Stand-in GPU", ("8.6",)),
         Target("tensorrt", "10.9.0.34", "Another GPU", ("9.0",)),
