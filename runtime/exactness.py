@@ -24,7 +24,8 @@ from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.stats import Round, Stats
 
-BIT_EXACT = frozenset({"onnxruntime-cpu", "onnxruntime-cuda"})  # backends; docs/exactness.md has the proof
+# Backends; docs/exactness.md has the runs that show it.
+BIT_EXACT = frozenset({"onnxruntime-cpu", "onnxruntime-cuda"})
 PERCENTILE, TIMES = 0.999, 4  # of the logit differences; the bound is so many times that
 TOKENS_PER_MISMATCH = 1000  # more mismatches than one in so many fail whatever the margins
 REPEAT = 12  # tokens; a run of so many that has occurred before is a repetition

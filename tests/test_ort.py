@@ -401,7 +401,7 @@ def test_fp16_runs_here_and_is_exact(pair: tuple[Path, Path], tmp_path: Path) ->
         ({"backend": "gpu"}, "backend is 'gpu', expected one of auto, onnxruntime-cpu"),
         ({"threads": 0}, "threads is 0, expected 1 to 1024"),
         ({"threads": 1_000_000}, "threads is 1000000, expected 1 to 1024"),
-        ({"drafter": "tree"}, "drafter is 'tree', expected one of eagle, none"),
+        ({"drafter": "tree"}, "drafter is 'tree', expected one of eagle, mtp, ngram, none"),
         ({"draft_kv": "ring"}, "draft_kv is 'ring', expected 'kept' or 'scratch'"),
         ({"rollback": "none"}, "rollback is 'none', expected 'log' or 'replay'"),
     ],
