@@ -52,6 +52,14 @@ class Noisy:
         noisy = [self.rng.randrange(self.vocab) if self.rng.random() < 0.25 else g for g in guesses]
         return noisy[: self.rng.randrange(k + 1) if self.rng.random() < 0.2 else k]
 
+    def settle(self) -> None:
+        """As the other drafter."""
+        self.drafter.settle()
+
+    def reset(self) -> None:
+        """As the other drafter."""
+        self.drafter.reset()
+
 
 def resident() -> int:
     """Bytes of this process in memory."""

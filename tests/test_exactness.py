@@ -117,6 +117,7 @@ def test_one_bundle_of_width_9_serves_every_k(
     assert [(run["drafter"], run["k"]) for run in found["runs"]] == [
         *(("scripted", k) for k in range(1, 9)),
         *(("eagle", k) for k in range(1, 9)),
+        *(("mtp", k) for k in range(1, 9)),
         *(("ngram", k) for k in range(1, 9)),
     ]
 

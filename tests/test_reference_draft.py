@@ -169,8 +169,8 @@ MISTAKES = {
     "d2t not applied": ('if "d2t" in weights:', "if False:"),
     "last row instead of the chosen one": ("g_next = h[row : row + 1]", "g_next = h[-1:]"),
     "position of the token, not of the feature": (
-        "next_position=int32(position + row + 1)",
-        "next_position=int32(position + row + 2)",
+        "norm_output else g_next,\n        next_position=int32(position + row + 1)",
+        "norm_output else g_next,\n        next_position=int32(position + row + 2)",
     ),
     "all rows at one position": (
         "torch.arange(position, position + rows)",
