@@ -106,15 +106,21 @@ def test_every_graph_of_a_pair_builds(
 
 
 def nine(
-    folder: Path, layers: int, profile: str, dtype: str, capabilities: tuple[str, ...]
+    folder: Path,
+    layers: int,
+    profile: str,
+    dtype: str,
+    capabilities: tuple[str, ...],
+    only: tuple[str, ...] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Build the graphs of the published 9B shapes, with this many layers."""
+    """Build the graphs of the published 9B shapes, with this many layers, all or some of them."""
     trunk, draft = qwen_9b.configs(layers)
     options = Options(5, 4096, dtype, profile, prefill=256)
     specs = engine_specs(trunk, draft, options, mtp=True)
     jobs = []
     weights_table = qwen_9b.weights(trunk, draft)
-    for name, model in build_graphs(trunk, draft, weights_table, options, mtp=True).items():
+    models = build_graphs(trunk, draft, weights_table, options, mtp=True, only=only)
+    for name, model in models.items():
         bound, weights = bound_graph(model, specs[name], dtype)
         (folder / f"{name}.onnx").write_bytes(bound.SerializeToString())
         inputs = (*specs[name].all_inputs, *weights)
@@ -137,9 +143,9 @@ def test_four_layers_of_the_9b_build(tmp_path: Path, profile: str, dtype: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["portable", "standard"])
 def test_the_whole_9b_builds_small_and_fast(tmp_path: Path, profile: str) -> None:
-    """On two cores: under 2 minutes, 2 GB of memory, 16 MB of plan for 18 GB of weights."""
-    trunk = nine(tmp_path, 32, profile, "bf16", ("8.9",))["trunk"]
-    assert trunk["bytes"] < 16e6 and trunk["seconds"] < 120 and trunk["peak_bytes"] < 2e9
+    """On two cores: under 2 minutes, 2 GB of memory, 15 MB of plan for 18 GB of weights."""
+    trunk = nine(tmp_path, 32, profile, "bf16", ("8.9",), ("trunk",))["trunk"]
+    assert trunk["bytes"] < 15e6 and trunk["seconds"] < 120 and trunk["peak_bytes"] < 2e9
 
 
 @rtx
