@@ -24,6 +24,7 @@ def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
     with as_exported(path):
         model = onnx.load(str(path), load_external_data=False)
         _check_places(path, model)
+        _check_texts(model)
         for node in model.graph.node:
             if node.domain not in ("", "ai.onnx"):
                 raise InputError(
@@ -43,6 +44,17 @@ def _check_places(path: Path, model: onnx.ModelProto) -> None:
                     f"{path}: a weight lies in {entry.value!r}, expected a file of weights/; "
                     "export the bundle again"
                 )
+
+
+def _check_texts(model: onnx.ModelProto) -> None:
+    """Names are text: protobuf hands over bytes that are none."""
+    graph = model.graph
+    names = [value.name for value in (*graph.initializer, *graph.input, *graph.output)]
+    for node in graph.node:
+        names += [node.name, node.op_type, node.domain, *node.input, *node.output]
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"the name {name!r} is no text")
 
 
 def bound_graph(
