@@ -433,6 +433,51 @@ struct DeltaTensors {  // `proj` holds u (q, k, v channels), z, b, a of every ro
   float *next_S, *next_key, *next_delta, *next_decay, *every_S;
 };
 
+// The rule for one row on the entries of S that a thread holds; `key` and `query` begin at them. The
+// fold and the rule change S by the same two operations, so a folded log gives the same bits.
+template <int DEPTH>
+DEVICE void fold_row(float (&S)[DEPTH], const float* key, float delta, float fade) {
+  UNROLL
+  for (int j = 0; j < DEPTH; j += 4) {
+    const float4 k = *reinterpret_cast<const float4*>(key + j);
+    S[j] = fused(k.x, delta, product(S[j], fade));
+    S[j + 1] = fused(k.y, delta, product(S[j + 1], fade));
+    S[j + 2] = fused(k.z, delta, product(S[j + 2], fade));
+    S[j + 3] = fused(k.w, delta, product(S[j + 3], fade));
+  }
+}
+
+// S <- fade S; returns this thread's part of S^T key.
+template <int DEPTH>
+DEVICE float fade_and_recall(float (&S)[DEPTH], const float* key, float fade) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  UNROLL
+  for (int j = 0; j < DEPTH; j += 4) {
+    const float4 k = *reinterpret_cast<const float4*>(key + j);
+    sums[0] = fused(S[j] = product(S[j], fade), k.x, sums[0]);
+    sums[1] = fused(S[j + 1] = product(S[j + 1], fade), k.y, sums[1]);
+    sums[2] = fused(S[j + 2] = product(S[j + 2], fade), k.z, sums[2]);
+    sums[3] = fused(S[j + 3] = product(S[j + 3], fade), k.w, sums[3]);
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// S <- S + key delta^T; returns this thread's part of S^T query.
+template <int DEPTH>
+DEVICE float add_and_ask(float (&S)[DEPTH], const float* key, const float* query, float delta) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  UNROLL
+  for (int j = 0; j < DEPTH; j += 4) {
+    const float4 k = *reinterpret_cast<const float4*>(key + j);
+    const float4 q = *reinterpret_cast<const float4*>(query + j);
+    sums[0] = fused(S[j] = fused(k.x, delta, S[j]), q.x, sums[0]);
+    sums[1] = fused(S[j + 1] = fused(k.y, delta, S[j + 1]), q.y, sums[1]);
+    sums[2] = fused(S[j + 2] = fused(k.z, delta, S[j + 2]), q.z, sums[2]);
+    sums[3] = fused(S[j + 3] = fused(k.w, delta, S[j + 3]), q.w, sums[3]);
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 // 88 registers a thread, as measured: a block of 512 leaves a third of a multiprocessor's to others.
 template <class T, int DEPTH>  // DEPTH: entries of the key dim that one thread holds
 KERNEL_OF(88)
@@ -472,14 +517,7 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
   for (int r = 0; r < kept; ++r) {
     if (!holds) break;
     const float fade = output[r][2][0], delta = output[r][1][column];
-    UNROLL
-    for (int j = 0; j < DEPTH; j += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&output[r][0][k0 + j]);
-      S[j] = fused(k.x, delta, product(S[j], fade));
-      S[j + 1] = fused(k.y, delta, product(S[j + 1], fade));
-      S[j + 2] = fused(k.z, delta, product(S[j + 2], fade));
-      S[j + 3] = fused(k.w, delta, product(S[j + 3], fade));
-    }
+    fold_row(S, &output[r][0][k0], delta, fade);
   }
   wait_for_inputs();
 
@@ -561,36 +599,14 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
 
   for (int r = 0; r < rows; ++r) {
     const float fade = decay[r];
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (holds) {
-      UNROLL
-      for (int j = 0; j < DEPTH; j += 4) {
-        const float4 k = *reinterpret_cast<const float4*>(&key[r][k0 + j]);
-        sums[0] = fused(S[j] = product(S[j], fade), k.x, sums[0]);
-        sums[1] = fused(S[j + 1] = product(S[j + 1], fade), k.y, sums[1]);
-        sums[2] = fused(S[j + 2] = product(S[j + 2], fade), k.z, sums[2]);
-        sums[3] = fused(S[j + 3] = product(S[j + 3], fade), k.w, sums[3]);
-      }
-      recalled[r % 2][part][column] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    }
+    if (holds) recalled[r % 2][part][column] = fade_and_recall(S, &key[r][k0], fade);
     sync_block();
     if (!holds) continue;
     float total = 0.0f;
     UNROLL
     for (int p = 0; p < PARTS; ++p) total += recalled[r % 2][p][column];
     const float delta = beta[r] * (value[r][column] - total);
-    UNROLL
-    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
-    UNROLL
-    for (int j = 0; j < DEPTH; j += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&key[r][k0 + j]);
-      const float4 q = *reinterpret_cast<const float4*>(&query[r][k0 + j]);
-      sums[0] = fused(S[j] = fused(k.x, delta, S[j]), q.x, sums[0]);
-      sums[1] = fused(S[j + 1] = fused(k.y, delta, S[j + 1]), q.y, sums[1]);
-      sums[2] = fused(S[j + 2] = fused(k.z, delta, S[j + 2]), q.z, sums[2]);
-      sums[3] = fused(S[j + 3] = fused(k.w, delta, S[j + 3]), q.w, sums[3]);
-    }
-    output[r][part][column] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    output[r][part][column] = add_and_ask(S, &key[r][k0], &query[r][k0], delta);
     if (part == 0) t.next_delta[(int64_t(r) * n.value_heads + head) * dv + column] = delta;
     if (t.every_S != nullptr) {
       UNROLL
@@ -698,14 +714,7 @@ gated_delta_wide(DeltaTensors t, DeltaSizes n) {
   sync_block();
   for (int r = 0; r < kept; ++r) {
     const float fade = log_decay[r], delta = log_delta[r][column];
-    UNROLL
-    for (int j = 0; j < DEPTH; j += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&log_key[r][k0 + j]);
-      S[j] = fused(k.x, delta, product(S[j], fade));
-      S[j + 1] = fused(k.y, delta, product(S[j + 1], fade));
-      S[j + 2] = fused(k.z, delta, product(S[j + 2], fade));
-      S[j + 3] = fused(k.w, delta, product(S[j + 3], fade));
-    }
+    fold_row(S, &log_key[r][k0], delta, fade);
   }
   wait_for_inputs();
 
@@ -793,33 +802,13 @@ gated_delta_wide(DeltaTensors t, DeltaSizes n) {
   sync_block();
   for (int r = 0; r < rows; ++r) {
     const float fade = decay[r];
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    UNROLL
-    for (int j = 0; j < DEPTH; j += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&key[r][k0 + j]);
-      sums[0] = fused(S[j] = product(S[j], fade), k.x, sums[0]);
-      sums[1] = fused(S[j + 1] = product(S[j + 1], fade), k.y, sums[1]);
-      sums[2] = fused(S[j + 2] = product(S[j + 2], fade), k.z, sums[2]);
-      sums[3] = fused(S[j + 3] = product(S[j + 3], fade), k.w, sums[3]);
-    }
-    recalled[r % 2][part][column] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    recalled[r % 2][part][column] = fade_and_recall(S, &key[r][k0], fade);
     sync_block();
     float total = 0.0f;
     UNROLL
     for (int p = 0; p < SHARES; ++p) total += recalled[r % 2][p][column];
     const float delta = beta[r] * (value[r][column] - total);
-    UNROLL
-    for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
-    UNROLL
-    for (int j = 0; j < DEPTH; j += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&key[r][k0 + j]);
-      const float4 q = *reinterpret_cast<const float4*>(&query[r][k0 + j]);
-      sums[0] = fused(S[j] = fused(k.x, delta, S[j]), q.x, sums[0]);
-      sums[1] = fused(S[j + 1] = fused(k.y, delta, S[j + 1]), q.y, sums[1]);
-      sums[2] = fused(S[j + 2] = fused(k.z, delta, S[j + 2]), q.z, sums[2]);
-      sums[3] = fused(S[j + 3] = fused(k.w, delta, S[j + 3]), q.w, sums[3]);
-    }
-    output[r][part][column] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    output[r][part][column] = add_and_ask(S, &key[r][k0], &query[r][k0], delta);
     if (part == 0) t.next_delta[(int64_t(r) * n.value_heads + head) * dv + first + column] = delta;
     if (t.every_S != nullptr) {
       UNROLL
