@@ -74,6 +74,11 @@ class EngineSpec:
     states: tuple[StatePair, ...] = ()
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether it takes many rows of a prompt; one for a smaller capacity is "prefill-2048"."""
+        return self.name.partition("-")[0].endswith("prefill")
+
+    @property
     def all_inputs(self) -> tuple[TensorSpec, ...]:
         """Plain inputs first, then the state inputs, in graph order."""
         return self.inputs + tuple(pair.tensors[0] for pair in self.states)

@@ -80,7 +80,7 @@ class OrtCudaSession:
             raise InputError(f"{spec.name}: ONNX Runtime could not start its CUDA provider")
         self.spec = spec
         self.memory = memory
-        self.graphs = graphs and not spec.name.endswith("prefill")
+        self.graphs = graphs and not spec.reads_prompts
         known = {t.name for t in spec.all_inputs}
         self.weights = tuple(
             TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))

@@ -15,10 +15,11 @@ import pytest
 
 from eagle_chain.engines import cli
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest, check_options
+from eagle_chain.engines.manifest import Manifest, check_options, engine_specs
 from eagle_chain.engines.spec import Options
 from eagle_chain.runtime import Chain, open_engines
 from eagle_chain.runtime.cache import Cache
+from tests import qwen_9b
 from tests.test_drafters import draft_kv
 from tests.toy import Script, Scripted, Toy, cache_states, live_states
 from tests.toy_pair import write_pair
@@ -104,6 +105,16 @@ def test_eagle_alone_makes_the_same_guesses_as_in_one_cache(toy: Toy) -> None:
         assert got.tokens == want.tokens
         assert got.stats.accepted <= want.stats.accepted  # runs are cut where a capacity ends
         assert got.stats.accepted >= want.stats.accepted - 4 * len(SIZES)
+
+
+def test_engines_for_prompts_are_known_at_every_capacity() -> None:
+    options = Options(5, 8192, prefill=256, smaller=(2048,))
+    specs = engine_specs(*qwen_9b.configs(4), options, mtp=True)
+    assert {name for name, spec in specs.items() if spec.reads_prompts} == {
+        f"{name}{size}"
+        for name in ("prefill", "draft_prefill", "mtp_prefill")
+        for size in ("", "-2048")
+    }
 
 
 def test_larger_caches_are_made_when_they_are_needed(toy: Toy) -> None:
