@@ -11,11 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 verb=$1 out=$(realpath -m "$2")
 shift 2
 
-# The packages as they are in the repository, without an installation.
-mkdir -p "$out/path/eagle_chain"
-for package in engines export runtime; do
-  ln -sfn "$root/$package" "$out/path/eagle_chain/$package"
-done
+source "$root/tests/gpu/path.sh"
 chain() { PYTHONPATH=$out/path:$root:${PYTHONPATH:-} "$python" -m eagle_chain.engines "$@"; }
 
 if [ "$verb" = prepare ]; then
