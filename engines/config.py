@@ -113,6 +113,11 @@ class TrunkConfig:
         raise_all("trunk config", problems)
 
     @property
+    def head(self) -> str:
+        """The weight that turns hidden states into logits."""
+        return "embed_tokens.weight" if self.tied_head else "lm_head.weight"
+
+    @property
     def conv_channels(self) -> int:
         """Channels of the causal convolution: q, k and v of all heads."""
         return (

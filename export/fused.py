@@ -238,8 +238,7 @@ class FusedTrunk(TrunkGraph):
     def verify(self, hidden: ir.Value) -> None:
         """Greedy choice per row and the accepted count in one node."""
         g = self.g
-        head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
-        logits = self.low.linear(hidden, head)
+        logits = self.low.linear(hidden, self.config.head)
         if self.options.sampling:
             self.judge(logits)
             return

@@ -56,7 +56,7 @@ def build_graphs(
             continue
         plain, sized = options.of_engine(name)
         profile = (STANDARD_PROFILES | ORT_PROFILES)[options.profile]
-        if plain.endswith("prefill") and profile is Fused:
+        if spec.reads_prompts and profile is Fused:
             profile = StockFused
         g = GraphBuilder(spec, weights, options.dtype, profile.opset)
         low = profile(g)
@@ -78,12 +78,18 @@ def build_graphs(
 def _record_draft(
     name: str, g: GraphBuilder, low: Portable, draft: DraftConfig, options: Options
 ) -> None:
+    rows = 1 if name == "draft_step" else options.width
     if name == "draft_prefill":
         record_draft_prefill(g, low, draft, options)
     elif isinstance(low, Fused):
-        _record_fused(name, g, low, draft, options)
+        if name == "encoder":
+            record_fused_encoder(g, low, draft)
+        else:
+            record_fused_draft(g, low, draft, rows, options)
+    elif name == "encoder":
+        record_encoder(g, low, draft)
     else:
-        _record(name, g, low, draft, options)
+        record_draft(g, low, draft, rows, options)
 
 
 def _record_mtp(
@@ -96,21 +102,3 @@ def _record_mtp(
         record_fused_mtp(g, low, trunk, rows, options)
     else:
         record_mtp(g, low, trunk, rows, options)
-
-
-def _record(
-    name: str, g: GraphBuilder, low: Portable, draft: DraftConfig, options: Options
-) -> None:
-    if name == "encoder":
-        record_encoder(g, low, draft)
-    else:
-        record_draft(g, low, draft, 1 if name == "draft_step" else options.width, options)
-
-
-def _record_fused(
-    name: str, g: GraphBuilder, low: Fused, draft: DraftConfig, options: Options
-) -> None:
-    if name == "encoder":
-        record_fused_encoder(g, low, draft)
-    else:
-        record_fused_draft(g, low, draft, 1 if name == "draft_step" else options.width, options)

@@ -56,7 +56,7 @@ def record_mtp(
     h = g.Add(g.Gather(h, row, axis=0), g.linear(mixed, f"{ATTENTION}.o_proj.weight"))
     h = g.Add(h, low.swiglu(norm(h, f"{LAYER}.post_attention_layernorm"), f"{LAYER}.mlp"))
     last = norm(h, "mtp.norm")
-    logits = g.fp32(g.linear(last, head(config)))
+    logits = g.fp32(g.linear(last, config.head))
 
     g.output("token", low.greedy(logits))
     g.output("g_next", last)
@@ -111,7 +111,7 @@ def record_fused_mtp(
     mixed = low.linear(mixed, f"{ATTENTION}.o_proj.weight")
     h, z = add_norm(chosen(h), mixed, f"{LAYER}.post_attention_layernorm")
     _, last = add_norm(h, low.swiglu(z, f"{LAYER}.mlp"), "mtp.norm")
-    logits = low.linear(last, head(config))
+    logits = low.linear(last, config.head)
     g.output("token", low.pick(logits))
     g.output("g_next", last)
     g.output("next_position", g.Add(here, g.int32(1)))
@@ -144,8 +144,3 @@ def record_mtp_prefill(
     for name, update in (("mtp.key", low.rotate(key, table, heads.dim)), ("mtp.value", value)):
         update = g.Where(is_valid, update, g.compute_scalar(0.0))
         low.write_rows(name, update, position, rows, heads)
-
-
-def head(config: TrunkConfig) -> str:
-    """The weight that turns hidden states into logits."""
-    return "embed_tokens.weight" if config.tied_head else "lm_head.weight"

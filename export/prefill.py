@@ -79,9 +79,8 @@ class PrefillRows(TrunkGraph):
     def verify(self, hidden: ir.Value) -> None:
         """The choice after the last valid row, the only one that sees the head."""
         g = self.g
-        head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
         last = g.Gather(hidden, g.Sub(g.input("rows"), g.int32(1)), axis=0)
-        logits = g.fp32(g.linear(last, head))
+        logits = g.fp32(g.linear(last, self.config.head))
         g.output("pending", self.low.greedy(logits))
         g.output("next_kept", g.int32(0))
         g.output("next_position", g.Add(self.position, g.input("rows")))

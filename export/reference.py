@@ -96,8 +96,7 @@ def trunk_step(
         if i in aux_layers:
             features.append(h)
     hidden = centred_norm(h, weights["norm.weight"], config.norm_eps)
-    head = weights["embed_tokens.weight" if config.tied_head else "lm_head.weight"]
-    logits = F.linear(hidden, head).to(f32)
+    logits = F.linear(hidden, weights[config.head]).to(f32)
     next_ids = greedy(logits) if draw is None else drawn(logits, *draw)
     accepted = count_accepted(ids, next_ids, rows)
     return TrunkOut(

@@ -45,8 +45,8 @@ def sample(
     mass = g.reshape(g.Exp(scaled), rows, blocks, BLOCK)  # not normalised
     masses = g.ReduceSum(mass, g.ints(-1), keepdims=0)  # [R, N]
     up_to = cumulated(g, masses, blocks)
-    wanted = g.Mul(g.Unsqueeze(share, g.ints(1)), last(g, up_to, blocks))
-    wanted = within(g, wanted, last(g, up_to, blocks))
+    total = last(g, up_to, blocks)
+    wanted = within(g, g.Mul(g.Unsqueeze(share, g.ints(1)), total), total)
     block = first(low, g.Greater(up_to, wanted), masses)  # [R, 1]
 
     before = g.Sub(g.GatherElements(up_to, block, axis=1), g.GatherElements(masses, block, axis=1))

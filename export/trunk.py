@@ -158,9 +158,9 @@ class TrunkGraph:
         The log of rejected rows may hold anything, NaN included, hence Where and not a product.
         """
         g, width, (heads, dk, dv) = self.g, self.options.width, self.state_shape()
+        mask = g.reshape(self.was_kept, width, 1, 1, 1)
 
         def kept_rows(log: ir.Value, otherwise: float) -> list[ir.Value]:
-            mask = g.reshape(self.was_kept, width, 1, 1, 1)
             return g.split(g.Where(mask, log, g.scalar(otherwise)), 0, *[1] * width)
 
         key, delta, decay = (
@@ -246,8 +246,7 @@ class TrunkGraph:
 
     def verify(self, hidden: ir.Value) -> None:
         """Greedy choice per row, and how many drafted rows it confirms from the front."""
-        head = "embed_tokens.weight" if self.config.tied_head else "lm_head.weight"
-        self.judge(self.g.linear(hidden, head))
+        self.judge(self.g.linear(hidden, self.config.head))
 
     def judge(self, logits: ir.Value) -> None:
         """What follows from the logits [W, V]."""

@@ -80,9 +80,8 @@ def _stored_bytes(manifest: Manifest, engine: str) -> int:
             read = engine in MTP
         else:
             tied = manifest.trunk.tied_head
-            head = "embed_tokens.weight" if tied else "lm_head.weight"
             read = engine == "trunk" and (tied or not name.endswith(LOOKED_UP))
-            read = read or (engine in MTP and name == head)
+            read = read or (engine in MTP and name == manifest.trunk.head)
         total += weight.nbytes * read
     return total
 

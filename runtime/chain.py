@@ -211,9 +211,7 @@ class Chain:
     def rollback(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken; ends any request that is still open."""
         with self._turn(object(), begin=True):
-            held = len(snapshot.counters.tokens)
-            self._ladder.stand(held, lambda rung: rung.cache.rollback(snapshot))
-            self.drafter.reset()
+            self._stand(snapshot)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the sequence as it stands to a file, for `restore`; returns the file's size.
@@ -232,10 +230,12 @@ class Chain:
         """
         with self._turn(object(), begin=True):
             snapshot = prefix.load(path, self.vocab_size, self._ladder.cache_for)
-            self._ladder.stand(
-                len(snapshot.counters.tokens), lambda rung: rung.cache.rollback(snapshot)
-            )
-            self.drafter.reset()
+            self._stand(snapshot)
+
+    def _stand(self, snapshot: Snapshot) -> None:
+        held = len(snapshot.counters.tokens)
+        self._ladder.stand(held, lambda rung: rung.cache.rollback(snapshot))
+        self.drafter.reset()
 
     def _checked(
         self,

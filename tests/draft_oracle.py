@@ -159,12 +159,17 @@ class DraftOracle:
         return x / size * self.w[name]
 
     def turn(self, x: Vector, position: int) -> Vector:
-        """Rotate dim i against dim i + half, for i below half of the rotary dims."""
-        half = self.rotary_dim // 2
-        y = x.copy()
-        for i in range(half):
-            angle = position * self.theta ** (-2 * i / self.rotary_dim)
-            cos, sin = math.cos(angle), math.sin(angle)
-            y[i] = x[i] * cos - x[i + half] * sin
-            y[i + half] = x[i + half] * cos + x[i] * sin
-        return y
+        """Rotate a query or key."""
+        return turned(x, position, self.rotary_dim, self.theta)
+
+
+def turned(x: Vector, position: int, rotary_dim: int, theta: float) -> Vector:
+    """Rotate dim i against dim i + half, for i below half of the rotary dims."""
+    half = rotary_dim // 2
+    y = x.copy()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / rotary_dim)
+        cos, sin = math.cos(angle), math.sin(angle)
+        y[i] = x[i] * cos - x[i + half] * sin
+        y[i + half] = x[i + half] * cos + x[i] * sin
+    return y

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.draft_oracle import turned
+
 Vector = NDArray[np.float64]
 
 
@@ -92,12 +94,5 @@ class MtpOracle:
         return x / size * (1 + self.w[name])
 
     def turn(self, x: Vector, position: int) -> Vector:
-        """Rotate dim i against dim i + half, for i below half of the rotary dims."""
-        half = self.rotary_dim // 2
-        y = x.copy()
-        for i in range(half):
-            angle = position * self.theta ** (-2 * i / self.rotary_dim)
-            cos, sin = math.cos(angle), math.sin(angle)
-            y[i] = x[i] * cos - x[i + half] * sin
-            y[i + half] = x[i + half] * cos + x[i] * sin
-        return y
+        """Rotate a query or key."""
+        return turned(x, position, self.rotary_dim, self.theta)

@@ -28,8 +28,8 @@ from eagle_chain.export.bundle import Pair, check_graph, read_pair, weight_table
 from eagle_chain.export.fused import Fused
 from eagle_chain.export.graph import build_graphs
 from tests.draft_variants import VARIANTS, write_variant
-from tests.onnx_engine import Arrays, OnnxEngine
-from tests.test_graph import compare_draft, distance, reference_run
+from tests.onnx_engine import OnnxEngine
+from tests.test_graph import distance, follow_draft, reference_run
 from tests.test_ort_cuda import Engine
 from tests.test_reference_draft import SOURCE, Draft, check_rounds, opened
 
@@ -86,23 +86,8 @@ def agree(pair: Pair, ours: Any) -> None:
     _, states = ours["draft_prefill"].run({}, **prompt)
     for name, kv in theirs.items():
         assert distance(states[name][:, :, 3 : 3 + rows], kv[:, :, 3 : 3 + rows]) < 1e-4, name
-    theirs, states, position = Arrays(), Arrays(), 0
-    for row in (4, 0, 2):  # the selected row; the rows behind it are overwritten next time
-        features = random.normal(size=(WIDTH, config.feature_size)).astype(np.float32)
-        g = encode({}, features=features)[0]["g"]
-        assert distance(ours["encoder"].run({}, features=features)[0]["g"], g) < 1e-5
-        ids = random.integers(0, config.vocab_size, WIDTH)
-        inputs: dict[str, Any] = {"ids": ids, "g": g, "position": [position], "row": [row]}
-        want, theirs = extend(theirs, **inputs)
-        got, states = ours["draft"].run(states, **inputs)
-        compare_draft(want, got)
-        for _ in range(2):  # single steps from the row's own recurrence
-            at = want["next_position"]
-            inputs = {"ids": want["token"], "g": want["g_next"], "position": at, "row": [0]}
-            want, theirs = step(theirs, **inputs)
-            got, states = ours["draft_step"].run(states, **inputs)
-            compare_draft(want, got)
-        position += row + 1
+    reference_engines = {"encoder": encode, "draft": extend, "draft_step": step}
+    follow_draft(ours, reference_engines, config, (4, 0, 2), 2, random)
 
 
 @pytest.mark.parametrize("profile", ["portable", "standard"])

@@ -6,7 +6,7 @@ calls with partial accepts, so a state that leaves one call wrong is seen in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from eagle_chain.engines.bound import with_bound_weights
+from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.spec import Options, StatePair
 from eagle_chain.export import eager
@@ -145,27 +146,41 @@ def test_encoder_and_draft_agree_with_the_reference(
     encode = reference_run(eager.encoder_session(weights, config, opts))
     extend = reference_run(eager.draft_session(weights, table, config, WIDTH, opts))
     step = reference_run(eager.draft_session(weights, table, config, 1, opts))
-    random = np.random.default_rng(1)
-    theirs: Arrays = {}
-    states: Arrays = {}
-    position = 0
-    for row in (4, 1, 0, 4, 2):  # the selected row; the rows behind it are overwritten next time
+    reference = {"encoder": encode, "draft": extend, "draft_step": step}
+    assert follow_draft(ours, reference, config, (4, 1, 0, 4, 2), 3) == 16
+
+
+def follow_draft(
+    ours: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    config: DraftConfig,
+    selected: Sequence[int],
+    singles: int,
+    random: np.random.Generator | None = None,
+) -> int:
+    """Encoder, extends and single steps of `ours` against the reference; where it ends.
+
+    Each extend selects a row; the rows behind it are overwritten by the next.
+    """
+    random = random or np.random.default_rng(1)
+    theirs, states, position = Arrays(), Arrays(), 0
+    for row in selected:
         features = random.normal(size=(WIDTH, config.feature_size)).astype(np.float32)
-        g = encode({}, features=features)[0]["g"]
+        g = reference["encoder"]({}, features=features)[0]["g"]
         assert distance(ours["encoder"].run({}, features=features)[0]["g"], g) < 1e-5
         ids = random.integers(0, config.vocab_size, WIDTH)
-        inputs = {"ids": ids, "g": g, "position": [position], "row": [row]}
-        want, theirs = extend(theirs, **inputs)
+        inputs: dict[str, Any] = {"ids": ids, "g": g, "position": [position], "row": [row]}
+        want, theirs = reference["draft"](theirs, **inputs)
         got, states = ours["draft"].run(states, **inputs)
         compare_draft(want, got)
-        for _ in range(3):  # single steps from the row's own recurrence
+        for _ in range(singles):  # from the row's own recurrence
             at = want["next_position"]
             inputs = {"ids": want["token"], "g": want["g_next"], "position": at, "row": [0]}
-            want, theirs = step(theirs, **inputs)
+            want, theirs = reference["draft_step"](theirs, **inputs)
             got, states = ours["draft_step"].run(states, **inputs)
             compare_draft(want, got)
         position += row + 1
-    assert position == 16
+    return position
 
 
 def compare_draft(want: Arrays, got: Arrays) -> None:
