@@ -317,7 +317,6 @@ def test_the_layout_of_ort_cuda_is_understood(bundle: Path, recording: Path) -> 
         (lambda f: _replaced(f, '["encoder", 0]', '["../x", 0]'), "was recorded with engines"),
         (lambda f: _replaced(f, '"format": 1', '"format": 9'), "format is 9"),
     ],
-    ids=str,
 )
 def test_a_damaged_recording_is_one_sentence(
     bundle: Path,
