@@ -34,5 +34,5 @@ check lint "$python" -m ruff check .
 check format "$python" -m ruff format --check .
 check types types
 echo "${results}tests follow"
-"$python" -m pytest "$@" || failed=$?
+"$python" -m pytest -n auto --maxprocesses 4 --dist worksteal "$@" || failed=$?
 exit "$failed"
