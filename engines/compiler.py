@@ -34,6 +34,7 @@ IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs b
 _PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_MESSAGES = 0.1
 LARGEST_CACHE = 1 << 30  # bytes of a timing cache; those of a 9B have a few MB
+TACTICS_8 = ("EDGE_MASK_CONVOLUTIONS", "JIT_CONVOLUTIONS")  # of 8.6; cuBLAS and cuDNN take 1.1 GB
 WEAK_LEVEL = 2  # of 8.6: higher levels take many times longer for plans that are no faster
 
 
@@ -178,10 +179,7 @@ class Compiler:
         from eagle_chain.engines.precision import float_dtypes, pin_fp32
 
         trt = self.flavour.trt
-        sources = trt.TacticSource  # cuBLAS and cuDNN: 1.1 GB that would only be needed to build
-        config.set_tactic_sources(
-            1 << int(sources.EDGE_MASK_CONVOLUTIONS) | 1 << int(sources.JIT_CONVOLUTIONS)
-        )
+        config.set_tactic_sources(sum(1 << int(getattr(trt.TacticSource, s)) for s in TACTICS_8))
         dtypes = float_dtypes(onnx.load(job.graph, load_external_data=False))
         if "fp16" in dtypes.values():
             config.set_flag(trt.BuilderFlag.FP16)

@@ -1,11 +1,12 @@
 """TensorRT on a GPU: parity with saved PyTorch outputs, the chain, the 9B's shapes by the clock.
 
     python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,REFERENCES.npz ... [--layers 32]
-        [--level 2] [--seconds 540] [--only STAGE,...]
+        [--level 2] [--seconds 540] [--only STAGE,...] [--pins fp32|products|all] [--cublas]
 
 One process, stages in order of worth; each prints its result at once and adds it to
 OUT/results.json, and a stage that fails does not end the others. Needs TensorRT, cuda-python, onnx,
-onnx-ir and, for the comparisons, Polygraphy; no PyTorch. See `trt_references.py` for REFERENCES.
+onnx-ir and, for the comparisons, Polygraphy; no PyTorch. See `trt_references.py` for REFERENCES and
+`trt_variant.py` for the last two options.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 import hashlib
 import json
 import resource
+import sys
 import time
 import traceback
 import warnings
@@ -25,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from eagle_chain.engines import worker
 from eagle_chain.engines.cli import main as command
 from eagle_chain.engines.compiler import Job, Request
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
@@ -50,9 +53,12 @@ from eagle_chain.runtime.measure import (
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.trt import TrtEngine, TrtSession, open_sessions
 from tests import qwen_9b
+from tests.gpu import trt_variant
+from tests.gpu.trt_variant import PINS
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 POSITION = 1000
+VARIANT = trt_variant.__file__
 # Root mean square of the error over that of the values: fp32 sums in another order; fp16 rounds
 # activations and KV to 11 bits through the layers.
 TOLERANCE = {"fp32": 2e-4, "fp16": 2e-2}
@@ -476,7 +482,11 @@ def main() -> None:
     parser.add_argument("--level", type=int)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--only", default="")
+    parser.add_argument("--pins", choices=PINS, default="fp32")
+    parser.add_argument("--cublas", action="store_true")
     arguments = parser.parse_args()
+    variant = (arguments.pins, "cublas" if arguments.cublas else "own")
+    worker.module_command = lambda _, *words: [sys.executable, VARIANT, *variant, *words]
     arguments.out.mkdir(parents=True, exist_ok=True)
     series = s = Series(arguments)
     stages: list[tuple[str, Callable[[], Any], float]] = [("device", s.device, 5)]

@@ -1,0 +1,52 @@
+"""TensorRT 8.6's compiler process with other pins or tactics, to find what a step is slow with.
+
+    python tests/gpu/trt_series.py OUT ... --pins products --cublas
+
+starts this in the place of `eagle_chain.engines.compiler`. `--pins` says which outputs of layers
+get the dtype that the graph has: the fp32 ones (as `build` does), those of products too, or all.
+`--cublas` allows the tactics that need cuBLAS.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from eagle_chain.engines import compiler, precision
+from eagle_chain.engines.precision import pin_fp32
+
+
+def pin_also(*kinds: str) -> Callable[[Any, Any, dict[str, str]], int]:
+    """`pin_fp32`, then fp16 outputs of layers of these kinds to fp16; no kinds are all kinds."""
+
+    def pin(trt: Any, network: Any, dtypes: dict[str, str]) -> int:
+        pinned = pin_fp32(trt, network, dtypes)
+        wanted = [getattr(trt.LayerType, kind) for kind in kinds]
+        never = (trt.LayerType.SHAPE, trt.LayerType.CONSTANT, trt.LayerType.CAST)
+        for layer in (network.get_layer(i) for i in range(network.num_layers)):
+            if layer.type in never or (wanted and layer.type not in wanted):
+                continue
+            for i in range(layer.num_outputs):
+                if dtypes.get(layer.get_output(i).name) == "fp16":
+                    layer.set_output_type(i, trt.DataType.HALF)
+                    pinned += 1
+        return pinned
+
+    return pin
+
+
+PINS = {"fp32": pin_fp32, "products": pin_also("MATRIX_MULTIPLY"), "all": pin_also()}
+CUBLAS = ("CUBLAS", "CUBLAS_LT")
+
+
+def main(pins: str, tactics: str, request: str, descriptor: str) -> int:
+    """Serve one request with this variant."""
+    precision.pin_fp32 = PINS[pins]
+    if tactics == "cublas":
+        compiler.TACTICS_8 = (*compiler.TACTICS_8, *CUBLAS)
+    return compiler.main(request, descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
