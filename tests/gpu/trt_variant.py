@@ -4,7 +4,7 @@
 
 starts this in the place of `eagle_chain.engines.compiler`. `--pins` says which outputs of layers
 get the dtype that the graph has: the fp32 ones (as `build` does), those of products too, or all.
-`--cublas` allows the tactics that need cuBLAS.
+`--cublas` allows the tactics that need cuBLAS 12; `cublas_shim.sh` makes one of a cuBLAS 13.
 """
 
 from __future__ import annotations
