@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--kv", choices=KV_TYPES)
     parser.add_argument("--profile", choices=PROFILES, default="ort-fused")
+    parser.add_argument("--drafter", choices=("eagle", "mtp"), default="eagle")
     given = parser.parse_args()
     options = Options(
         given.width,
@@ -92,11 +93,18 @@ def main() -> None:
         kv=given.kv,
         prefill=given.prefill,
     )
-    trunk, draft = configs(given.name)
+    trunk, eagle = configs(given.name)
+    weights, mtp = stored(trunk, eagle), given.drafter == "mtp"
+    draft = None if mtp else eagle
     given.folder.mkdir(parents=True, exist_ok=True)
-    for name, model in build_graphs(trunk, draft, stored(trunk, draft), options).items():
+    for name, model in build_graphs(trunk, draft, weights, options, mtp).items():
         (given.folder / f"{name}.onnx").write_bytes(model.SerializeToString())
-    plain = {"options": asdict(options), "trunk": trunk.to_plain(), "draft": draft.to_plain()}
+    plain = {
+        "options": asdict(options),
+        "trunk": trunk.to_plain(),
+        "draft": draft.to_plain() if draft else None,
+        "mtp": mtp,
+    }
     (given.folder / "shapes.json").write_text(json.dumps(plain, indent=1))
 
 

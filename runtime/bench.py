@@ -18,6 +18,7 @@ from eagle_chain.engines.spec import DTYPES, Options
 from eagle_chain.runtime.bench_engines import SHAPES, Engines, of_bundle, of_shapes
 from eagle_chain.runtime.bench_report import calls, plot, table
 from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.drafters import DRAFT_ENGINES
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines
 from eagle_chain.runtime.measure import Clock, copy_bandwidth, state_bytes
 from eagle_chain.runtime.prompts import cut_prompts, read_text
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shapes", choices=SHAPES, help="sizes of this pair, random weights")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    parser.add_argument(
+        "--drafter",
+        choices=tuple(DRAFT_ENGINES),
+        help="whose engines are measured: eagle, the draft, or mtp, the trunk's own head (the "
+        "first that is there)",
+    )
     parser.add_argument("-k", type=int, help="guesses per round (as many as the width allows)")
     parser.add_argument("--sweep", action="store_true", help="whole rounds for every k up to that")
     parser.add_argument(
@@ -115,7 +122,9 @@ def _settings(
     """Engines to measure, a trunk for one row of the same capacity, and a position."""
     positions: tuple[int | None, ...] = arguments.position or (None,)
     if arguments.bundle:
-        engines = of_bundle(arguments.bundle, arguments.backend, arguments.threads)
+        engines = of_bundle(
+            arguments.bundle, arguments.backend, arguments.threads, arguments.drafter
+        )
         yield from ((engines, None, position) for position in positions)
         return
     if arguments.backend not in ("auto", "onnxruntime-cuda"):
@@ -137,7 +146,9 @@ def _settings(
         if width < 2:
             raise InputError(f"width is {width}, expected 2 or more: a round has a draft")
         options = Options(width, capacity, arguments.dtype, arguments.profile, kv=arguments.kv)
-        engines = of_shapes(folder / f"{i}", arguments.shapes, options, first)
+        engines = of_shapes(
+            folder / f"{i}", arguments.shapes, options, first, arguments.drafter or "eagle"
+        )
         first = first or engines
         if alone is None or alone.options.capacity != capacity:
             one = Options(1, capacity, arguments.dtype, arguments.profile, kv=arguments.kv)
@@ -153,7 +164,7 @@ def measure(
 ) -> dict[str, Any]:
     """Every number of the report; `alone` is a trunk for one row, the best plain decoding."""
     options, memory, runs = engines.options, engines.memory, arguments.runs
-    most = options.width - 1 if "draft" in engines.sessions else 0
+    most, drafter = (options.width - 1, engines.drafter) if engines.drafter else (0, "")
     k = most if arguments.k is None else arguments.k
     if position is None:
         position = min(1000, options.capacity // 2)
@@ -162,11 +173,13 @@ def measure(
     bandwidth = copy_bandwidth(memory) if isinstance(memory, CudaMemory) else None
 
     def stand(k: int, of: Engines = engines) -> Stand:
-        return Stand(of.sessions, options.capacity, k, position)
+        return Stand(of.sessions, options.capacity, k, position, drafter)
 
     drafted = stand(k)
     clocks = {"plain": stand(0).part("plain", runs)}
-    clocks |= {name: drafted.part(name, runs) for name in calls(k) if name in drafted.parts}
+    clocks |= {
+        name: drafted.part(name, runs) for name in calls(k, drafter) if name in drafted.parts
+    }
     if alone is not None:
         clocks["plain, width 1"] = stand(0, alone).part("plain", runs)
     rounds = {j: stand(j).whole(runs) for j in range(1, k) if arguments.sweep}
@@ -186,10 +199,13 @@ def measure(
         },
         "device": memory.info.name if isinstance(memory, CudaMemory) else "cpu",
         "position": position,
+        "drafter": engines.drafter,
         "k": k,
         "bandwidth": bandwidth,
         "parts": parts,
-        "rounds": {str(j): _round(j, taken, parts) for j, taken in sorted(rounds.items())},
+        "rounds": {
+            str(j): _round(calls(j, drafter), taken, parts) for j, taken in sorted(rounds.items())
+        },
         "wall": wall.to_json() if wall else None,
         "launch_ms": drafted.host(min(runs, 20)),
         "host_share": wall.median / rounds[k].median - 1 if wall and bandwidth else None,
@@ -217,9 +233,9 @@ def _part(
     return part | (_over(taken, weights / bandwidth * 1e3) if bandwidth else {})
 
 
-def _round(k: int, taken: Clock, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole round's times over the floors of its parts."""
-    called = {name: times for name, times in calls(k).items() if times}
+def _round(called: Mapping[str, int], taken: Clock, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole round's times over the floors of its parts, each called so often."""
+    called = {name: times for name, times in called.items() if times}
     if not all("floor_ms" in parts[name] for name in called):
         return taken.to_json()
     floor = sum(times * parts[name]["floor_ms"] for name, times in called.items())
@@ -266,7 +282,7 @@ def accepted(arguments: argparse.Namespace, k: int) -> dict[str, float]:
         InputError: The text is too short, or its prompts do not fit into the bundle.
     """
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
-    chain, tokenizer = engines.chain(), Tokenizer(arguments.bundle)
+    chain, tokenizer = engines.chain(drafter=arguments.drafter), Tokenizer(arguments.bundle)
     text = read_text(arguments.text)
     prompts = cut_prompts(text, tokenizer, count=PROMPTS, length=PROMPT_TOKENS)
     sums = {j: Stats() for j in (k, 0)}

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_chain.engines.bound import read_bound
-from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.config import HEADS, DraftConfig, TrunkConfig
+from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.manifest import Manifest, engine_specs
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, Memory
 from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.drafters import DRAFT_ENGINES
 from eagle_chain.runtime.load import Backend, open_engines
 from eagle_chain.runtime.measure import LOOKED_UP, random_tensors, weight_bytes
 from eagle_chain.runtime.ort_cuda import OrtCudaSession
@@ -27,8 +29,7 @@ from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.trt import TrtSession
 
 SHAPES = ("qwen3.5-9b",)
-DRAFT = ("draft", "draft_step")
-MTP = ("mtp", "mtp_step")
+DRAFT, MTP = DRAFT_ENGINES["eagle"][1:], DRAFT_ENGINES["mtp"][1:]
 ENCODER = ("draft.fc.", "draft.fc_norm.", "draft.input_norm.")  # starts of its weights' names
 
 
@@ -40,6 +41,7 @@ class Engines:
     weights: Mapping[str, int]  # engine -> bytes of weights that one call reads
     options: Options
     label: str
+    drafter: str | None  # whose engines are measured, one of `DRAFT_ENGINES`; None: there is none
 
     @property
     def memory(self) -> Memory:
@@ -47,18 +49,36 @@ class Engines:
         return self.sessions["trunk"].memory
 
 
-def of_bundle(folder: Path, backend: Backend, threads: int | None) -> Engines:
-    """The engines of a bundle; errors as in `open_engines`."""
+def of_bundle(
+    folder: Path, backend: Backend, threads: int | None, drafter: str | None = None
+) -> Engines:
+    """The engines of a bundle, those of its best drafter unless another is named.
+
+    Raises:
+        InputError: As `open_engines`, or the bundle does not have that drafter.
+    """
     loaded = open_engines(folder, backend, threads=threads)
     manifest, read = loaded.manifest, {}
+    has = [name for name in DRAFT_ENGINES if name in loaded.drafters]
+    if drafter is not None and drafter not in has:
+        raise InputError(
+            f"{folder}: has no engines of the drafter {drafter}, only of {', '.join(has) or 'none'}"
+        )
     for name, session in loaded.sessions.items():
         if specs := _bound(session):
-            tied = name in ("trunk", *MTP) and manifest.trunk.tied_head
-            read[name] = weight_bytes(specs, tied_head=tied)
+            read[name] = weight_bytes(specs, head=head_of(name, manifest.trunk, manifest.draft))
         else:
             read[name] = _stored_bytes(manifest, name)
     label = f"{folder.name} on {loaded.backend}, profile {manifest.options.profile}"
-    return Engines(loaded.sessions, read, manifest.options, label)
+    chosen = drafter or (has[0] if has else None)
+    return Engines(loaded.sessions, read, manifest.options, label, chosen)
+
+
+def head_of(engine: str, trunk: TrunkConfig, draft: DraftConfig | None) -> str:
+    """The name of the weight that an engine chooses tokens by, "" if it chooses none."""
+    if draft is not None and engine in DRAFT:
+        return draft.head
+    return trunk.head if engine in ("trunk", *MTP) else ""
 
 
 def _bound(session: Session) -> tuple[TensorSpec, ...]:
@@ -70,37 +90,48 @@ def _bound(session: Session) -> tuple[TensorSpec, ...]:
 
 def _stored_bytes(manifest: Manifest, engine: str) -> int:
     """Bytes that an engine's weights take in the checkpoint."""
-    total = 0
+    total, head = 0, head_of(engine, manifest.trunk, manifest.draft)
     for name, weight in manifest.weights.items():
-        if name.startswith(ENCODER):
+        if name == head:
+            read = True
+        elif name.endswith(LOOKED_UP) or name in HEADS:  # another engine's head
+            read = False
+        elif name.startswith(ENCODER):
             read = engine == "encoder"
         elif name.startswith("draft."):
-            read = engine in DRAFT and not name.endswith(LOOKED_UP)
+            read = engine in DRAFT
         elif name.startswith("mtp."):
             read = engine in MTP
         else:
-            tied = manifest.trunk.tied_head
-            read = engine == "trunk" and (tied or not name.endswith(LOOKED_UP))
-            read = read or (engine in MTP and name == manifest.trunk.head)
+            read = engine == "trunk"
         total += weight.nbytes * read
     return total
 
 
-def of_shapes(folder: Path, name: str, options: Options, shared: Engines | None = None) -> Engines:
-    """Engines of a published pair's sizes; `shared` lends its device and its weights.
+def of_shapes(
+    folder: Path,
+    name: str,
+    options: Options,
+    shared: Engines | None = None,
+    drafter: str = "eagle",
+) -> Engines:
+    """Engines of a published pair's sizes, the trunk's and those of one of `DRAFT_ENGINES`.
 
-    A trunk for one row comes alone: no draft stands behind it.
+    `shared` lends its device and its weights. A trunk for one row comes alone: no draft stands
+    behind it.
     """
     memory = shared.memory if shared else CudaMemory()
     assert isinstance(memory, CudaMemory), "shapes are measured on a GPU"
     given = {f"--{field}": getattr(options, field) for field in ("width", "capacity", "dtype")}
     given |= {"--profile": options.profile} | ({"--kv": options.kv} if options.kv else {})
-    given |= {"--prefill": options.prefill}
+    given |= {"--prefill": options.prefill, "--drafter": drafter}
     command = [sys.executable, "-m", "eagle_chain.export.shapes", name, "-o", str(folder)]
     subprocess.run([*command, *(str(w) for pair in given.items() for w in pair)], check=True)
     described = json.loads((folder / "shapes.json").read_text())
     trunk = TrunkConfig.from_plain(described["trunk"], "trunk")
-    specs = engine_specs(trunk, DraftConfig.from_plain(described["draft"], "draft"), options)
+    eagle = described["draft"]
+    draft = DraftConfig.from_plain(eagle, "draft") if eagle else None
+    specs = engine_specs(trunk, draft, options, described["mtp"])
     library = None
     if options.profile == "ort-fused":
         library = build_cuda(cache_folder(), memory.info.compute_capability)
@@ -110,10 +141,10 @@ def of_shapes(folder: Path, name: str, options: Options, shared: Engines | None 
         sessions[engine] = OrtCudaSession(model, specs[engine], memory, library=library)
     _give(sessions, memory, shared)
     read = {
-        engine: weight_bytes(session.weights, tied_head=engine == "trunk" and trunk.tied_head)
+        engine: weight_bytes(session.weights, head=head_of(engine, trunk, draft))
         for engine, session in sessions.items()
     }
-    return Engines(sessions, read, options, f"{name}, profile {options.profile}")
+    return Engines(sessions, read, options, f"{name}, profile {options.profile}", drafter)
 
 
 def _give(

@@ -10,13 +10,15 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import install
 from eagle_chain.engines.progress import human_bytes
+from eagle_chain.runtime.drafters import DRAFT_ENGINES
 
 
 def table(report: Mapping[str, Any]) -> str:
     """The report as text."""
     options = report["options"]
+    drafter = f", drafter {report['drafter']}" if report["drafter"] else ""
     lines = [
-        f"{report['engines']}, {report['device']}, {options['dtype']}, KV {options['kv']}",
+        f"{report['engines']}, {report['device']}, {options['dtype']}, KV {options['kv']}{drafter}",
         f"W = {options['width']}, position {report['position']} of {options['capacity']}",
         "",
         f"{'part':16} {'median':>10} {'p10':>9} {'p90':>9} {'weights':>9} {'states':>9} "
@@ -116,7 +118,7 @@ def _stacks(axes: Any, report: Mapping[str, Any]) -> None:
     for x, k in enumerate(ks):
         for shift, key, alpha in bars:
             bottom = 0.0
-            for colour, (name, times) in enumerate(calls(k).items()):
+            for colour, (name, times) in enumerate(calls(k, report["drafter"]).items()):
                 height = times * parts[name][key] if times else 0.0
                 label = name if k == max(ks) and key == "median_ms" else None
                 style = {"color": f"C{colour}", "alpha": alpha, "label": label}
@@ -131,8 +133,9 @@ def _stacks(axes: Any, report: Mapping[str, Any]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncol=3, frameon=False)
 
 
-def calls(k: int) -> dict[str, int]:
+def calls(k: int, drafter: str | None) -> dict[str, int]:
     """How often a round of k drafts calls each engine."""
-    if not k:
+    if not k or drafter is None:
         return {"plain": 1}
-    return {"verify": 1, "encoder": 1, "draft": 1, "draft_step": k - 1}
+    encoder, extend, step = DRAFT_ENGINES[drafter]
+    return {"verify": 1} | ({encoder: 1} if encoder else {}) | {extend: 1, step: k - 1}

@@ -19,6 +19,11 @@ from eagle_chain.runtime.session import Binding, Session
 
 DraftKV = Literal["kept", "scratch"]
 Part = tuple[str, Binding]  # one engine run of a round, under a name for clocks
+# The engines of an `EagleDrafter` by its name: its encoder, over W rows, over one.
+DRAFT_ENGINES: dict[str, tuple[str | None, str, str]] = {
+    "eagle": ("encoder", "draft", "draft_step"),
+    "mtp": (None, "mtp", "mtp_step"),
+}
 
 
 class Drafter(Protocol):

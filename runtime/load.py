@@ -17,7 +17,13 @@ from eagle_chain.runtime.buffers import HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.capacity import Larger, Rung
 from eagle_chain.runtime.chain import Chain, Rollback
-from eagle_chain.runtime.drafters import Drafter, DraftKV, EagleDrafter, NoDrafter
+from eagle_chain.runtime.drafters import (
+    DRAFT_ENGINES,
+    Drafter,
+    DraftKV,
+    EagleDrafter,
+    NoDrafter,
+)
 from eagle_chain.runtime.ngram import NgramDrafter
 from eagle_chain.runtime.ort import OrtSession
 from eagle_chain.runtime.ort_bound import open_bound
@@ -150,11 +156,18 @@ class Engines:
                 f"this bundle holds {lacks}: export it with one, or use one of the drafters "
                 f"{', '.join(self.drafters)}"
             )
-        if name == "eagle":
-            return EagleDrafter(cache, s["encoder"], s["draft"], s["draft_step"], draft_kv)
-        if name == "mtp":
-            return EagleDrafter(cache, None, s["mtp"], s["mtp_step"], draft_kv)
+        if name in DRAFT_ENGINES:
+            return engine_drafter(name, s, cache, draft_kv)
         return NgramDrafter(cache) if name == "ngram" else NoDrafter()
+
+
+def engine_drafter(
+    name: str, sessions: Mapping[str, Session], cache: Cache, draft_kv: DraftKV = "kept"
+) -> EagleDrafter:
+    """One of `DRAFT_ENGINES` over the sessions of one capacity."""
+    encoder, draft, step = DRAFT_ENGINES[name]
+    first = sessions[encoder] if encoder else None
+    return EagleDrafter(cache, first, sessions[draft], sessions[step], draft_kv)
 
 
 def bundle_drafters(manifest: Manifest) -> tuple[DrafterName, ...]:

@@ -168,12 +168,12 @@ def _fill(buffer: CudaBuffer, pool: Buffer, random: np.random.Generator) -> None
         done += size
 
 
-def weight_bytes(specs: Iterable[TensorSpec], *, tied_head: bool = False) -> int:
+def weight_bytes(specs: Iterable[TensorSpec], *, head: str = "") -> int:
     """Bytes of weights that one call reads, each once; of an embedding or a table only rows.
 
-    A tied head is the embedding, read whole.
+    The head is read whole, even if it is the embedding; `head` is its name.
     """
-    return sum(s.nbytes for s in specs if tied_head or not s.name.endswith(LOOKED_UP))
+    return sum(s.nbytes for s in specs if s.name == head or not s.name.endswith(LOOKED_UP))
 
 
 def state_bytes(spec: EngineSpec, position: int) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from eagle_chain.runtime.cache import Cache, Counters
 from eagle_chain.runtime.chain import Chain
-from eagle_chain.runtime.drafters import EagleDrafter, NoDrafter
+from eagle_chain.runtime.drafters import NoDrafter
+from eagle_chain.runtime.load import engine_drafter
 from eagle_chain.runtime.measure import Clock, clock, fill_states, host_time
 from eagle_chain.runtime.session import Binding, Session
 
@@ -18,23 +19,26 @@ class Stand:
     """Rounds of a chain at a position, with something in every state.
 
     Args:
-        sessions: `trunk`, and for k > 0 `encoder`, `draft` and `draft_step`.
+        sessions: `trunk`, and for k > 0 those of the drafter.
         capacity: Of the engines.
         k: Drafts per round.
         position: How many tokens the cache says it holds.
+        drafter: One of `DRAFT_ENGINES`.
     """
 
     def __init__(
-        self, sessions: Mapping[str, Session], capacity: int, k: int, position: int
+        self,
+        sessions: Mapping[str, Session],
+        capacity: int,
+        k: int,
+        position: int,
+        drafter: str = "eagle",
     ) -> None:
         self.k, self.position = k, position
         trunk = sessions["trunk"]
         self.memory = trunk.memory
         self.cache = Cache(trunk.spec, trunk.memory, capacity)
-        self.drafter = None
-        if k:
-            engines = (sessions["encoder"], sessions["draft"], sessions["draft_step"])
-            self.drafter = EagleDrafter(self.cache, *engines)
+        self.drafter = engine_drafter(drafter, sessions, self.cache) if k else None
         self.chain = Chain(trunk, self.cache, self.drafter or NoDrafter(), vocab_size=1)
         fill_states(self.cache.states)
         self.stand()

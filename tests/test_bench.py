@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 from safetensors import safe_open
 
+from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.cli import main
-from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.manifest import engine_specs
+from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.export import shapes
+from eagle_chain.export.graph import build_graphs
 from eagle_chain.runtime import bench
+from eagle_chain.runtime.bench_engines import head_of
+from eagle_chain.runtime.bench_report import calls
 from eagle_chain.runtime.buffers import HostMemory
-from eagle_chain.runtime.measure import Clock, random_tensors, state_bytes
+from eagle_chain.runtime.measure import Clock, random_tensors, state_bytes, weight_bytes
 from eagle_chain.runtime.stand import Stand
+from tests import qwen_9b
 from tests.toy import Toy
-from tests.toy_pair import write_pair
+from tests.toy_pair import draft_parts, save, trunk_parts, write_pair, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +86,104 @@ def test_a_tied_head_is_counted_once(
     assert isinstance(parts, dict) and parts["verify"]["weight_bytes"] == want
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_trunks_own_head_is_measured(
+    tmp_path: Path, alone: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its layer and fc, and the head of the trunk, which its step reads whole: 512 rows of 64."""
+    trunk, draft = write_pair(tmp_path, tied=alone, tokenizer=True, dtype="bf16")
+    bundle, folders = str(tmp_path / "bundle"), [str(trunk), *([] if alone else [str(draft)])]
+    assert main(["export", *folders, "-o", bundle, "--capacity", "48"]) == 0
+    capsys.readouterr()
+    found = report(capsys, bundle, "--sweep", *([] if alone else ["--drafter", "mtp"]))
+    parts, rounds = found["parts"], found["rounds"]
+    assert isinstance(parts, dict) and isinstance(rounds, dict)
+    assert found["drafter"] == "mtp" and list(rounds) == ["1", "2", "3", "4"]
+    assert list(parts) == ["plain", "verify", "mtp", "mtp_step"]
+    attention = 2 * 128 * 64 + 64 * 64 + 64 * 64 + 64 * 128 + 2 * 32  # q, gate, k, v, o, norms
+    layer = 64 * 128 + attention + 3 * 160 * 64 + 5 * 64
+    for name in ("mtp", "mtp_step"):
+        assert parts[name]["weight_bytes"] == 2 * (layer + 512 * 64)
+    assert parts["mtp_step"]["state_bytes"] == 2 * 2 * 32 * 4 * 24  # 2 heads of 32, at position 24
+    if alone:
+        assert main(["bench", bundle, "--drafter", "eagle"]) == 2
+        assert "no engines of the drafter eagle, only of mtp" in capsys.readouterr().err
+    else:
+        assert report(capsys, bundle, "-k", "1")["drafter"] == "eagle"
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["embedding", "head of the trunk"])
+def test_a_head_shared_with_the_trunk_is_part_of_the_drafts_floor(
+    tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = trunk_parts(tied=tied)
+    save(tmp_path / "trunk", config, tensors)
+    made, weights = draft_parts(config, draft_vocab_size=512)
+    del weights["lm_head.weight"]
+    save(tmp_path / "draft", made, weights)
+    write_tokenizer(tmp_path / "trunk")
+    folders = [str(tmp_path / name) for name in ("trunk", "draft")]
+    assert main(["export", *folders, "-o", str(tmp_path / "bundle"), "--capacity", "48"]) == 0
+    capsys.readouterr()
+    found = report(capsys, str(tmp_path / "bundle"), "-k", "2")
+    parts = found["parts"]
+    assert isinstance(parts, dict)
+    wide, hidden = 2 * 64, 64
+    layer = (128 + 64 + 64) * wide + hidden * 128 + 3 * 128 * hidden + 4 * hidden
+    for name in ("draft", "draft_step"):
+        assert parts[name]["weight_bytes"] == 4 * (layer + 512 * hidden)
+    assert parts["encoder"]["weight_bytes"] == 4 * 3 * 64 * 64
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("drafter", ["eagle", "mtp"])
+def test_the_floor_of_published_sizes(tmp_path: Path, drafter: str, shared: bool) -> None:
+    """From the graph that --shapes runs, whose weights are its inputs, in bf16."""
+    trunk, draft = shapes.configs("qwen3.5-9b")
+    head, mtp = 32000 * 4096, drafter == "mtp"
+    if mtp or shared:
+        head = 248320 * 4096
+    if shared:
+        trunk = replace(trunk, tied_head=True)
+        draft = replace(draft, head="embed_tokens.weight", draft_vocab_size=248320)
+    options = Options(5, 64, "bf16", "ort-fused")
+    step = "mtp_step" if mtp else "draft_step"
+    graphs = build_graphs(trunk, draft, shapes.stored(trunk, draft), options, mtp, only=(step,))
+    bound = with_bound_weights(graphs[step], converted="bf16")
+    spec = engine_specs(trunk, draft, options, mtp)[step]
+    kinds = {TensorProto.BFLOAT16: "bf16", TensorProto.FLOAT: "fp32", TensorProto.INT32: "int32"}
+    states = {tensor.name for tensor in spec.all_inputs}
+    weights = [
+        TensorSpec(value.name, kinds[t.elem_type], tuple(d.dim_value for d in t.shape.dim))
+        for value in bound.graph.input
+        if value.name not in states
+        for t in [value.type.tensor_type]
+    ]
+    inner, keys = 12288, 4 * 256
+    matrices = 4096 * 4096 + 3 * inner * 4096 + head  # o, mlp
+    if mtp:  # fc, rows and gates of q, k, v
+        matrices += 4096 * 8192 + (2 * 4096 + 2 * keys) * 4096
+        norms = 5 * 4096 + 2 * 256  # before fc, the layer's, of q and k, the last
+    else:  # q, k, v of embedding and feature
+        matrices += (4096 + 2 * keys) * 8192
+        norms = 4 * 4096  # of embedding and feature, the layer's, the last
+    read = weight_bytes(weights, head=head_of(step, trunk, draft))
+    assert read == 2 * matrices + 4 * norms
+
+
+def test_shapes_have_the_drafter_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["shapes", "qwen3.5-9b", "-o", str(tmp_path), "--drafter", "mtp", "--capacity", "64"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(shapes, "configs", lambda name: qwen_9b.configs(4))
+    shapes.main()
+    made = {path.stem for path in tmp_path.glob("*.onnx")}
+    assert made == {"trunk", "mtp", "mtp_step"}
+    described = json.loads((tmp_path / "shapes.json").read_text())
+    assert described["draft"] is None and described["mtp"] is True
+
+
 def test_acceptance_is_measured_on_a_text(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,10 +231,12 @@ def test_the_floor_is_that_of_the_weights() -> None:
     taken = Clock((2.0, 4.0, 6.0))
     parts = {n: {"floor_ms": f} for n, f in (("verify", 1), ("encoder", 0.5), ("draft", 0.25))}
     parts["draft_step"] = {"floor_ms": 0.125}
-    found = bench._round(3, taken, parts)
+    found = bench._round(calls(3, "eagle"), taken, parts)
     assert (found["floor_ms"], found["over_floor"]) == (2.0, 2.0)
-    assert bench._round(1, taken, parts)["floor_ms"] == 1.75
-    assert "floor_ms" not in bench._round(1, taken, {n: {} for n in parts})
+    assert bench._round(calls(1, "eagle"), taken, parts)["floor_ms"] == 1.75
+    assert "floor_ms" not in bench._round(calls(1, "eagle"), taken, {n: {} for n in parts})
+    own = {"verify": {"floor_ms": 1}, "mtp": {"floor_ms": 0.25}, "mtp_step": {"floor_ms": 0.125}}
+    assert bench._round(calls(3, "mtp"), taken, own)["floor_ms"] == 1.5
 
 
 def test_no_drafts_is_plain_decoding(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
