@@ -10,8 +10,9 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import phases
 from eagle_chain.runtime.adaptive import Drafts
-from eagle_chain.runtime.chain import Chain, Options
+from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.diagnosis import likely_cause
+from eagle_chain.runtime.request import Options
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 

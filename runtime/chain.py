@@ -1,21 +1,15 @@
-"""The greedy chain: draft a few tokens, let the trunk judge them all in one call, keep the prefix.
+"""A chain as its users hold it: requests over one sequence, one at a time, and its snapshots.
 
-`Chain._round` is the algorithm. Every token emitted is the trunk's own choice, so the output is
-that of plain decoding whatever the drafter says; plain decoding is the same loop with no drafts.
-`Chain._round_ahead` is the same round where the device decides and the host only reads along.
+The algorithm is in `decoder.py`; here arguments are checked and threads kept apart.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime import prefix
@@ -23,47 +17,18 @@ from eagle_chain.runtime.adaptive import Adaptive, Drafts, Fixed, Pace
 from eagle_chain.runtime.cache import Cache, Snapshot
 from eagle_chain.runtime.capacity import Ladder, Larger, Rung
 from eagle_chain.runtime.cuda import CudaMemory
-from eagle_chain.runtime.drafters import DeviceDrafter, Drafter, NoDrafter
+from eagle_chain.runtime.decoder import PLAIN, Decoder
+from eagle_chain.runtime.drafters import Drafter
 from eagle_chain.runtime.prefill import Prefill
+from eagle_chain.runtime.request import Fed, Options, Request, token_ids, unheard, whole
 from eagle_chain.runtime.rounds import Rounds
-from eagle_chain.runtime.session import Binding, Session
+from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.stats import Result, Round, Stats
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
 
 Rollback = Literal["log", "replay"]
-Fed = Callable[[int], None]  # hears how many tokens the cache holds while a prompt is fed
-PLAIN = NoDrafter()
-
-
-def _unheard(held: int) -> None:
-    """Nobody waits for the prompt."""
-
-
-class Options(TypedDict, total=False):
-    """What a request may say beside its prompt, see `Chain.stream`."""
-
-    max_new_tokens: int | None
-    k: Drafts
-    stop_ids: Collection[int] | None
-    append: bool
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """A request whose arguments are checked."""
-
-    prompt: list[int]
-    max_new_tokens: int | None
-    pace: Pace
-    stops: frozenset[int]
-    append: bool
-    temperature: float
-    seed: int
-    fed: Fed
 
 
 class Chain:
@@ -102,9 +67,8 @@ class Chain:
         self.vocab_size = vocab_size
         self.stop_ids = frozenset(stop_ids)
         self._adaptive = Adaptive(cache.width)
-        self._replay = rollback == "replay"
-        self._ahead = isinstance(cache.memory, CudaMemory) if ahead is None else ahead
-        self._before: Snapshot | None = None
+        ahead = isinstance(cache.memory, CudaMemory) if ahead is None else ahead
+        self._decoder = Decoder(self._ladder, replay=rollback == "replay", ahead=ahead)
         self._lock = threading.Lock()
         self._request: object = None
 
@@ -133,10 +97,6 @@ class Chain:
         """The rounds of that cache that need no host."""
         return self._ladder.rung.device
 
-    @property
-    def _trunk(self) -> list[Binding]:
-        return self._ladder.rung.trunk
-
     def stream(self, ids: Sequence[int], **options: Unpack[Options]) -> Iterator[int]:
         """Yield tokens one by one.
 
@@ -163,11 +123,10 @@ class Chain:
                 before stands, the cache holds it.
             RuntimeError: The chain is in use by another thread, or has begun another request.
         """
-        request = self._checked(ids, **options)
-        return self._tokens(request, self._rounds(request))
+        return self._tokens(self._checked(ids, **options))
 
     def rounds(
-        self, ids: Sequence[int], *, fed: Fed = _unheard, **options: Unpack[Options]
+        self, ids: Sequence[int], *, fed: Fed = unheard, **options: Unpack[Options]
     ) -> Iterator[Round]:
         """Yield a request round by round, the prompt first; arguments and errors as in `stream`.
 
@@ -194,13 +153,12 @@ class Chain:
         """
         prompt = self._check_prompt(ids, append=True)
         with self._turn(object(), begin=True):
-            self._ladder.draw(0.0, 0)
-            self._feed_prompt(prompt, True)
+            self._decoder.extend(prompt)
 
     def reset(self) -> None:
         """Empty the cache; ends any request that is still open."""
         with self._turn(object(), begin=True):
-            self._empty()
+            self._decoder.empty()
 
     def snapshot(self) -> Snapshot:
         """Copy the sequence as it stands, to branch from it later."""
@@ -211,7 +169,7 @@ class Chain:
     def rollback(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken; ends any request that is still open."""
         with self._turn(object(), begin=True):
-            self._stand(snapshot)
+            self._decoder.stand(snapshot)
 
     def save(self, path: str | os.PathLike[str]) -> int:
         """Write the sequence as it stands to a file, for `restore`; returns the file's size.
@@ -230,17 +188,12 @@ class Chain:
         """
         with self._turn(object(), begin=True):
             snapshot = prefix.load(path, self.vocab_size, self._ladder.cache_for)
-            self._stand(snapshot)
-
-    def _stand(self, snapshot: Snapshot) -> None:
-        held = len(snapshot.counters.tokens)
-        self._ladder.stand(held, lambda rung: rung.cache.rollback(snapshot))
-        self.drafter.reset()
+            self._decoder.stand(snapshot)
 
     def _checked(
         self,
         ids: Sequence[int],
-        fed: Fed = _unheard,
+        fed: Fed = unheard,
         *,
         max_new_tokens: int | None = None,
         k: Drafts = None,
@@ -248,30 +201,26 @@ class Chain:
         append: bool = False,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> _Request:
+    ) -> Request:
         """Refuse bad arguments before anything runs."""
         prompt = self._check_prompt(ids, append)
+        stops = self.stop_ids if stop_ids is None else frozenset(token_ids("stop_ids", stop_ids))
         pace = self._pace(k)
-        if max_new_tokens is not None and _whole("max_new_tokens", max_new_tokens) < 0:
-            raise InputError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
-        stops = self.stop_ids if stop_ids is None else frozenset(_ids("stop_ids", stop_ids))
-        if not (0 <= temperature < math.inf):
-            raise InputError(f"temperature is {temperature}, expected a number from 0 up")
+        temperature = float(temperature)
+        request = Request(prompt, pace, stops, max_new_tokens, append, temperature, seed, fed)
         if temperature and not self.cache.can_draw:
             raise InputError(
                 f"temperature is {temperature}, but this bundle only takes the largest logit: "
                 "export it with --sampling"
             )
-        if not 0 <= _whole("seed", seed) < 1 << 64:
-            raise InputError(f"seed is {seed}, expected 0 to 2^64 - 1")
-        return _Request(prompt, max_new_tokens, pace, stops, append, float(temperature), seed, fed)
+        return request
 
     def _pace(self, k: Drafts) -> Pace:
         """What decides how many drafts a round asks for."""
         if k == "auto":
             return self._adaptive
         most = self.cache.width - 1
-        k = most if k is None else _whole("k", k)
+        k = most if k is None else whole("k", k)
         if not 0 <= k <= most:
             raise InputError(
                 f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
@@ -280,7 +229,7 @@ class Chain:
         return Fixed(k)
 
     def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
-        prompt = _ids("the prompt", ids)
+        prompt = token_ids("the prompt", ids)
         if not prompt:
             raise InputError("the prompt is empty: decoding starts from at least one token")
         wrong = [i for i in prompt if not 0 <= i < self.vocab_size]
@@ -298,185 +247,21 @@ class Chain:
             )
         return prompt
 
-    def _rounds(self, request: _Request) -> Iterator[Round]:
-        prompt, stops, pace = request.prompt, request.stops, request.pace
+    def _rounds(self, request: Request) -> Iterator[Round]:
+        """The rounds of a request, each in a turn of its own."""
         with self._turn(request, begin=True):
-            start = time.perf_counter()
             if request.append:
-                self._check_prompt(prompt, True)  # another request may have run since
-            else:
-                self._empty()
-            self._ladder.draw(request.temperature, request.seed)
-            pace.begin()
-            calls = self._feed_prompt(prompt, bool(pace.most), request.fed)
-            seconds = time.perf_counter() - start
-        cache = self.cache
-        room, out_of_room = self.capacity - len(cache.tokens), "capacity"
-        if request.max_new_tokens is not None and request.max_new_tokens <= room:
-            room, out_of_room = request.max_new_tokens, "length"
-        assert cache.pending is not None, "a prompt leaves a pending token"
-        tokens = cut([cache.pending], room, stops)
-        reason = _finish(tokens, room, stops, out_of_room)
-        yield Round(tokens, 0, 0, len(prompt), calls, seconds, 0.0, reason)
-        asked: int | None = None
-        while reason is None:
-            room -= len(tokens)
+                self._check_prompt(request.prompt, True)  # another request may have run since
+            rounds = self._decoder.rounds(request)
+            round = next(rounds)
+        yield round
+        while round.finish_reason is None:
             with self._turn(request):
-                start = drafted = time.perf_counter()
-                rung = self._ladder.for_rows()
-                here = min(room, self._ladder.rows)  # the rest is computed at a larger capacity
-                before, asked = asked, pace.choose()
-                drafter = rung.drafter if pace.most and not pace.given_up else PLAIN
-                same = before in (None, asked) and here > asked
-                if same and self._runs_ahead(drafter, asked):
-                    step = self._round_ahead(request, drafter, asked, here)
-                    tokens, count, accepted, calls = step
-                else:
-                    self.device.leave()
-                    drafts = drafter.propose(tokens[-1], min(asked, here - 1))
-                    drafted, count = time.perf_counter(), len(drafts)
-                    tokens, accepted, calls = self._round([tokens[-1], *drafts], here, stops)
-                end = time.perf_counter()
-            reason = _finish(tokens, room, stops, out_of_room)
-            times = (end - start, drafted - start)
-            round = Round(tokens, count, accepted, 0, calls, *times, reason)
-            pace.add(round)
+                round = next(rounds)
             yield round
 
-    def _runs_ahead(self, drafter: Drafter, k: int) -> bool:
-        """Whether rounds of k drafts can run from device buffers alone."""
-        if self._replay or not self._ahead:
-            return False
-        return not k or (isinstance(drafter, DeviceDrafter) and len(drafter.parts(0, k)) > 0)
-
-    def _round_ahead(
-        self, request: _Request, drafter: Drafter, k: int, room: int
-    ) -> tuple[tuple[int, ...], int, int, int]:
-        """One round decided on the device, which runs the next one while this one is read.
-
-        Returns:
-            The tokens that are now settled, how many drafts there were, how many of the tokens are
-            drafts, the trunk calls made.
-        """
-        cache, pending = self.cache, self.cache.pending
-        assert pending is not None, "a round starts from a pending token"
-        guesses = drafter if k and isinstance(drafter, DeviceDrafter) else None
-        if k:
-            drafter.settle()
-        else:
-            drafter.observe(pending)
-        # what this round leaves, if only one token, is enough for the next
-        ahead = room > k + 1 and request.pace.repeats(k)
-        verdict = self.device.run(guesses, k, ahead=ahead)
-        tokens = cut(verdict.tokens, room, request.stops)
-        if -1 in verdict.tokens:
-            self.device.leave()
-        if not tokens:
-            tokens, accepted, calls = self._round([pending], room, request.stops)
-            return tokens, verdict.drafted, accepted, calls + 1
-        cache.commit(len(tokens), tokens[-1])
-        return tokens, verdict.drafted, min(verdict.accepted, len(tokens)), 1
-
-    def _round(
-        self, ids: list[int], room: int, stops: frozenset[int]
-    ) -> tuple[tuple[int, ...], int, int]:
-        """Let the trunk judge the drafts behind the pending token, and keep what it would choose.
-
-        Args:
-            ids: The pending token, then its drafts.
-            room: How many tokens may still be emitted.
-            stops: A token of these is the last.
-
-        Returns:
-            The tokens that are now settled, how many of them were drafts, the trunk calls made.
-        """
-        cache, replay, calls = self.cache, self._replay, 1
-        if replay and len(ids) > 1:
-            self._before = cache.snapshot(kv=False, into=self._before)
-        next_ids, accepted = self._call(ids)
-        tokens = cut(next_ids[: accepted + 1], room, stops)
-        if not tokens:  # also what a draft whose values are not finite does to the rows before it
-            cache.undo()
-            if len(ids) == 1:
-                raise FloatingPointError(self._not_finite())
-            tokens, accepted, calls = self._round(ids[:1], room, stops)
-            return tokens, accepted, calls + 1
-        if replay and self._before and len(tokens) < len(ids):
-            cache.rollback(self._before)
-            self._call(ids[: len(tokens)])
-            calls = 2
-        cache.commit(len(tokens), tokens[-1])
-        return tokens, min(accepted, len(tokens)), calls
-
-    def _empty(self) -> None:
-        self._ladder.restart()
-        self.drafter.reset()
-
-    def _feed_prompt(self, prompt: list[int], draft: bool, fed: Fed = _unheard) -> int:
-        """Feed a prompt behind the cache, in wide calls as far as they are worth it.
-
-        Args:
-            prompt: At least one token.
-            draft: Whether the drafter takes part.
-            fed: Hears how many tokens the cache holds.
-
-        Returns:
-            The trunk calls it took.
-        """
-        calls = 0
-        while True:
-            rung, rows = self._ladder.for_prompt(len(prompt))
-            if not rows:
-                return calls + self._feed(prompt, self.cache.width, draft, fed)
-            assert rung.prefill is not None, "its wide calls were counted on"
-            ids, prompt = prompt[:rows], prompt[rows:]
-            if draft:
-                rung.drafter.observe(ids[0])
-                rung.drafter.settle()  # what it writes behind its rows must not hit those of this
-            calls += 1
-            if rung.prefill.feed(ids, prompt[0], draft=draft):
-                fed(len(rung.cache.tokens))
-            else:
-                calls += self._feed(ids, self.cache.width, draft, fed)
-
-    def _feed(self, prompt: list[int], rows: int, draft: bool, fed: Fed = _unheard) -> int:
-        """Feed a prompt behind the cache, `rows` tokens at a time; returns the trunk calls."""
-        calls = 0
-        while prompt:
-            cache = self._ladder.for_rows().cache
-            count = min(rows, self._ladder.rows)
-            ids, prompt = prompt[:count], prompt[count:]
-            if draft:
-                self.drafter.observe(ids[0])  # follows the rows of the call before
-            next_ids, _ = self._call(ids)
-            calls += 1
-            if -1 not in next_ids[: len(ids)]:
-                cache.commit(len(ids), next_ids[len(ids) - 1])
-                fed(len(cache.tokens))
-                continue
-            cache.undo()
-            if len(ids) == 1:
-                raise FloatingPointError(self._not_finite())
-            calls += self._feed(ids, 1, draft, fed)  # one at a time, to find the token
-        return calls
-
-    def _call(self, ids: list[int]) -> tuple[list[int], int]:
-        """Run the trunk once; returns its choice after each row and how many drafts it confirms."""
-        cache = self.cache
-        cache.feed(ids)
-        self._trunk[cache.parity].run()
-        cache.advance(ids)
-        outputs = cache.outputs[cache.parity]
-        return outputs["next_ids"].read().tolist(), int(outputs["accepted"].read()[0])
-
-    def _not_finite(self) -> str:
-        return (
-            f"the trunk's logits at position {len(self.cache.tokens)} are not finite: a weight or "
-            "an activation overflows; the tokens before it are in the cache"
-        )
-
-    def _tokens(self, request: object, rounds: Iterator[Round]) -> Iterator[int]:
-        for round in rounds:
+    def _tokens(self, request: Request) -> Iterator[int]:
+        for round in self._rounds(request):
             for taken, token in enumerate(round.tokens, 1):
                 if len(round.tokens) > 1:  # the rest waits in the cache until it has been seen
                     with self._turn(request):
@@ -501,41 +286,3 @@ class Chain:
                 yield
         finally:
             self._lock.release()
-
-
-def cut(choices: Sequence[int], room: int, stops: frozenset[int]) -> tuple[int, ...]:
-    """Return the choices to emit: up to the first stop id, `room` at most, numbers only.
-
-    A choice of -1 stands for logits that are not finite; what comes before it is still good.
-    """
-    tokens: list[int] = []
-    for token in choices[:room]:
-        if token == -1:
-            break
-        tokens.append(token)
-        if token in stops:
-            break
-    return tuple(tokens)
-
-
-def _whole(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{name} is {value!r}, expected a whole number") from None
-
-
-def _ids(name: str, values: Collection[int]) -> list[int]:
-    try:
-        return [operator.index(value) for value in values]
-    except TypeError as error:
-        raise InputError(f"{name} must be a sequence of token ids: {error}") from None
-
-
-def _finish(
-    tokens: Sequence[int], room: int, stops: frozenset[int], out_of_room: str
-) -> str | None:
-    """Return why the request ends with these tokens, None if it goes on."""
-    if tokens and tokens[-1] in stops:
-        return "eos"
-    return out_of_room if len(tokens) == room else None

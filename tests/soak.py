@@ -139,15 +139,16 @@ class Soak:
             if fails:
                 raise OSError("device lost")
 
-        runs = [binding.run for binding in self.chain._trunk]
-        for binding, run in zip(self.chain._trunk, runs, strict=True):  # one for each parity
+        trunk = self.chain._ladder.rung.trunk  # one binding for each parity
+        runs = [binding.run for binding in trunk]
+        for binding, run in zip(trunk, runs, strict=True):
             binding.run = functools.partial(failing, run)  # type: ignore[method-assign]
         got: list[int] = []
         try:
             with contextlib.suppress(OSError):
                 got.extend(self.chain.stream(prompt, max_new_tokens=budget, **options))
         finally:
-            for binding, run in zip(self.chain._trunk, runs, strict=True):
+            for binding, run in zip(trunk, runs, strict=True):
                 binding.run = run  # type: ignore[method-assign]
         assert got == truth[: len(got)]
         return got

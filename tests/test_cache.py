@@ -103,7 +103,7 @@ def test_undo_brings_back_states_and_features(toy: Toy) -> None:
     before, feature = live(toy, cache), cache.outputs[cache.parity]["features"].read()
     assert same(before, steps[n - 1].states)
     assert cache.pending is not None
-    chain._call([cache.pending, 5, 6, 7, 8])
+    chain._decoder._call([cache.pending, 5, 6, 7, 8])
     cache.commit(3, 6)
     cache.undo()
     assert same(live(toy, cache), before)

@@ -19,10 +19,11 @@ import pytest
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime import cache as cache_module
-from eagle_chain.runtime import chain as chain_module
+from eagle_chain.runtime import decoder as decoder_module
 from eagle_chain.runtime import drafters as drafters_module
 from eagle_chain.runtime.cache import Cache
-from eagle_chain.runtime.chain import Chain, cut
+from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.request import cut
 from eagle_chain.runtime.stats import Round, Stats
 from tests.toy import VOCAB, Script, Scripted, Toy, cache_states, live_states
 
@@ -120,31 +121,31 @@ def test_prompts_of_every_length_up_to_the_capacity() -> None:
 
 # --- mutants of style.md 5.2: break the source, see which property notices ---
 
-COMMIT = "cache.commit(len(tokens), tokens[-1])\n        return tokens, min(accepted"
+COMMIT = "cache.commit(len(tokens), tokens[-1])\n        return Round(tokens, len(drafts)"
 SHIFTED = "self._padded([*self.tokens[self.position + 1 :], token])"
 MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
     "rollback one short": (
-        chain_module,
+        decoder_module,
         COMMIT,
         COMMIT.replace("len(tokens)", "min(len(ids), len(tokens) + 1)"),
         {"tokens", "counts"},
     ),
     "no rollback": (
-        chain_module,
+        decoder_module,
         COMMIT,
         COMMIT.replace("len(tokens)", "len(ids)"),
         {"tokens", "counts"},
     ),
     "pending token not fed again": (
-        chain_module,
-        "self._round([tokens[-1], *drafts], here, stops)",
-        "self._round(drafts or [tokens[-1]], here, stops)",
+        decoder_module,
+        "self._cache, [self._pending, *drafts]",
+        "self._cache, drafts or [self._pending]",
         {"tokens", "counts"},
     ),
     "bonus taken one early": (
-        chain_module,
-        "cut(next_ids[: accepted + 1], room, stops)",
-        "cut([*next_ids[:accepted], next_ids[max(0, accepted - 1)]], room, stops)",
+        decoder_module,
+        "cut(next_ids[: accepted + 1], room, request.stops)",
+        "cut([*next_ids[:accepted], next_ids[max(0, accepted - 1)]], room, request.stops)",
         {"tokens", "counts"},
     ),
     "feature of the last row": (
@@ -247,10 +248,23 @@ CLASSES = {
 }
 
 
+def chain_over(decoder: Any) -> type[Chain]:
+    """Chains that decode with this class."""
+
+    class Mutant(Chain):
+        def __init__(self, *arguments: Any, rollback: Any = "log", **options: Any) -> None:
+            super().__init__(*arguments, rollback=rollback, **options)
+            self._decoder = decoder(self._ladder, replay=rollback == "replay", ahead=False)
+
+    return Mutant
+
+
 def mutated(name: str) -> dict[str, Any]:
     """The classes, with those of one mutant in place."""
     module, old, new, _ = MUTANTS[name]
     mutant = changed(module, old, new)
+    if module is decoder_module:
+        return CLASSES | {"Chain": chain_over(mutant.Decoder)}
     own = {n: getattr(mutant, n) for n, c in CLASSES.items() if c.__module__ == module.__name__}
     return CLASSES | own
 

@@ -153,11 +153,11 @@ def test_the_next_state_is_the_row_of_the_oracle_bit_for_bit(loaded: Engines) ->
     for seed, kept in itertools.product(range(3), range(1, WIDTH + 1)):
         chain.reset()
         chain.extend(prompt(seed, 6 + seed))
-        chain._call(prompt(9 + seed, WIDTH))
+        chain._decoder._call(prompt(9 + seed, WIDTH))
         chain.cache.commit(kept, 3)
         outputs = chain.cache.outputs[chain.cache.parity]
         rows = {name: outputs[f"{name}_rows"].read()[kept - 1] for name in names}
-        chain._call([3])
+        chain._decoder._call([3])
         after = chain.cache.tensors(chain.cache.parity)
         for name in names:
             assert after[name].read().tobytes() == rows[name].tobytes()

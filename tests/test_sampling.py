@@ -21,7 +21,7 @@ from eagle_chain.export.lowering import Portable
 from eagle_chain.export.sampling import sample
 from eagle_chain.export.standard import Standard
 from eagle_chain.runtime import load
-from eagle_chain.runtime.chain import Options
+from eagle_chain.runtime.request import Options
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 PROMPT = [1, 200, 300, 400, 500, 600, 700]

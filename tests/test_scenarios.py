@@ -225,7 +225,7 @@ class Scenario:
 
     def broken(self, ids: list[int], options: dict[str, Any]) -> tuple[list[int], bool]:
         """Tokens of a stream whose trunk fails once, before or after it has run."""
-        binding = self.chain._trunk[self.rng.randrange(2)]
+        binding = self.chain._ladder.rung.trunk[self.rng.randrange(2)]
         run, calls, late = binding.run, itertools.count(), self.rng.random() < 0.5
         at = self.rng.randrange(5)
         got: list[int] = []

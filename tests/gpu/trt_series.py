@@ -211,7 +211,7 @@ class Series:
             chain = engines.chain()
             engines.memory.synchronize()
             opened = time.monotonic() - begin
-            timed = clock(engines.memory, chain._trunk[0].run, 40).to_json()
+            timed = clock(engines.memory, chain._ladder.rung.trunk[0].run, 40).to_json()
             found[weights] = {
                 "build": report,
                 "open_s": opened,
