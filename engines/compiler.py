@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from eagle_chain.engines.flavours import Flavour, dtype_names, load_flavour, log
 from eagle_chain.engines.gpu import cuda_runtime
 from eagle_chain.engines.plans import LAYERS
 from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.strict_json import decode, encode
 
 Send = Callable[[dict[str, Any]], None]
 IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs by name
@@ -63,22 +64,12 @@ class Request:
 
     def dumps(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(encode(self))
 
     @staticmethod
     def loads(text: str) -> Request:
         """Inverse of `dumps`."""
-        data = json.loads(text)
-
-        def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-            return tuple(TensorSpec(r["name"], r["dtype"], tuple(r["shape"])) for r in rows)
-
-        jobs = (
-            Job(**{**job, "inputs": tensors(job["inputs"]), "outputs": tensors(job["outputs"])})
-            for job in data["jobs"]
-        )
-        capabilities = tuple(data["compute_capabilities"])
-        return Request(**{**data, "jobs": tuple(jobs), "compute_capabilities": capabilities})
+        return decode(Request, json.loads(text))
 
 
 class Compiler:

@@ -13,23 +13,21 @@ _MARK = "derived:"
 
 @dataclass(frozen=True)
 class Derived:
-    """`sources` one below the other, plus `offset`, in `dtype`, transposed if asked for."""
+    """`sources` one below the other, plus `offset`, in `dtype`."""
 
     sources: tuple[str, ...]  # names of the weight table, equal but for their first extent
     dtype: str  # fp32, fp16 or bf16
     offset: float = 0.0  # added in fp32, before rounding: RMSNorms that use 1 + w
-    transposed: bool = False
 
     @property
     def name(self) -> str:
         """The name of the graph input."""
-        layout = "columns" if self.transposed else "rows"
-        return f"{_MARK}{self.dtype}:{layout}:{self.offset:g}:{'|'.join(self.sources)}"
+        return f"{_MARK}{self.dtype}:rows:{self.offset:g}:{'|'.join(self.sources)}"
 
     @staticmethod
     def parse(name: str) -> Derived | None:
         """The form that the name of a graph input asks for, None for a weight as it is stored."""
         if not name.startswith(_MARK):
             return None
-        dtype, layout, offset, sources = name.removeprefix(_MARK).split(":", 3)
-        return Derived(tuple(sources.split("|")), dtype, float(offset), layout == "columns")
+        dtype, _, offset, sources = name.removeprefix(_MARK).split(":", 3)
+        return Derived(tuple(sources.split("|")), dtype, float(offset))

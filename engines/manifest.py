@@ -8,43 +8,29 @@ that makes the bundle again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import engine_specs as engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import parse_json
 from eagle_chain.engines.files import open_plain, read_plain
-from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.overrides import NONE, DraftOverrides
-from eagle_chain.engines.spec import (
-    DTYPES,
-    EngineSpec,
-    Options,
-    draft_prefill_spec,
-    draft_spec,
-    encoder_spec,
-    mtp_prefill_spec,
-    mtp_spec,
-    prefill_spec,
-    trunk_spec,
-)
+from eagle_chain.engines.spec import PROFILES as PROFILES
+from eagle_chain.engines.spec import EngineSpec, Options, check_options
 from eagle_chain.engines.strict_json import decode, dumps, encode, listed, shown
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HALF_WRITTEN = f".{MANIFEST}.partial"  # what a killed process leaves of one
-PROFILES = ("portable", "standard", "ort-cuda", "ort-fused")
 LARGEST_GRAPH = 1 << 31  # bytes, the limit of protobuf; ours have some MB
-DEBUG_OUTPUTS = ("logits", "S_rows")
-PREFILL_STEP = 32  # rows of the smallest chunk of the delta rule
 STORED_BYTES = {  # dtypes of safetensors
     **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
     **{"I32": 4, "F32": 4, "I64": 8, "F64": 8},
@@ -91,48 +77,6 @@ class Plan:
     source: str  # SHA-256 of what it was built from: the graph, and the weights if they are baked
     weights: str  # "bound" (inputs, uploaded by the runtime) or "baked" (part of the plan)
     options: tuple[str, ...]  # of the builder, as typed
-
-
-def engine_specs(
-    trunk: TrunkConfig, draft: DraftConfig | None, options: Options, mtp: bool = False
-) -> dict[str, EngineSpec]:
-    """The specs of all engines of a bundle, by name; of a smaller capacity those that keep KV.
-
-    `mtp` adds those of the trunk's own head.
-    """
-    specs = _specs(trunk, draft, options.at(options.capacity), mtp)
-    for capacity in options.smaller:
-        for name, spec in _specs(trunk, draft, options.at(capacity), mtp).items():
-            if spec.states:
-                sized = options.engine(name, capacity)
-                specs[sized] = replace(spec, name=sized)
-    return specs
-
-
-def _specs(
-    trunk: TrunkConfig, draft: DraftConfig | None, options: Options, mtp: bool
-) -> dict[str, EngineSpec]:
-    """The specs of the engines of one capacity."""
-    aux_layers = draft.aux_layers if draft else ()
-    specs = {"trunk": trunk_spec(trunk, aux_layers, options)}
-    if draft is not None:
-        specs |= {
-            "encoder": encoder_spec(draft, options),
-            "draft": draft_spec(draft, options.width, options),
-            "draft_step": draft_spec(draft, 1, options),
-        }
-    if mtp:
-        specs |= {
-            "mtp": mtp_spec(trunk, options.width, options),
-            "mtp_step": mtp_spec(trunk, 1, options),
-        }
-    if options.prefill:
-        specs["prefill"] = prefill_spec(trunk, aux_layers, options)
-        if draft is not None:
-            specs["draft_prefill"] = draft_prefill_spec(draft, options)
-        if mtp:
-            specs["mtp_prefill"] = mtp_prefill_spec(trunk, options)
-    return specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,58 +164,6 @@ def sample_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def weight_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> WeightFile:
-    """Describe one file of a checkpoint."""
-    return WeightFile(path.stat().st_size, file_hash(path, progress), sample_hash(path))
-
-
-def check_options(options: Options) -> None:
-    """Refuse options that no graph can be made for."""
-    if options.width < 2:
-        raise InputError(f"width is {options.width}, expected 2 or more: 1 token and the drafts")
-    if options.capacity < options.width:
-        raise InputError(
-            f"capacity is {options.capacity}, expected at least the width, {options.width}"
-        )
-    if options.dtype not in DTYPES:
-        raise InputError(f"dtype is {options.dtype!r}, expected one of {', '.join(DTYPES)}")
-    if options.kv_type not in KV_TYPES:
-        raise InputError(f"kv is {options.kv!r}, expected one of {', '.join(KV_TYPES)}")
-    if options.profile not in PROFILES:
-        raise InputError(f"profile is {options.profile!r}, expected one of {', '.join(PROFILES)}")
-    check_smaller(options)
-    check_prefill(options)
-    unknown = sorted(set(options.debug) - set(DEBUG_OUTPUTS))
-    if unknown or len(set(options.debug)) != len(options.debug):
-        raise InputError(
-            f"debug is {', '.join(options.debug)}, expected some of {', '.join(DEBUG_OUTPUTS)}"
-        )
-
-
-def check_smaller(options: Options) -> None:
-    """Refuse capacities that do not ascend, or in which not even one call fits."""
-    for small, large in itertools.pairwise(options.capacities):
-        if not options.width <= small < large:
-            raise InputError(
-                f"capacity is {', '.join(map(str, options.capacities))}, expected ascending "
-                f"numbers, each at least the width, {options.width}"
-            )
-
-
-def check_prefill(options: Options) -> None:
-    """Refuse a number of prompt rows that does not divide into chunks, or is more than fit."""
-    rows = options.prefill
-    if rows < 0 or rows % PREFILL_STEP or 0 < rows < options.width:
-        raise InputError(
-            f"prefill is {rows}, expected 0 (off) or a multiple of {PREFILL_STEP} rows above the "
-            f"width, {options.width}"
-        )
-    if rows > options.kv_rows:
-        raise InputError(
-            f"prefill is {rows}, but the capacity is {options.capacity}: give at most that"
-        )
-
-
 def _sources(folder: Path, draft: bool = True) -> list[str]:
     """The checkpoint folders as far as the bundle's links still lead to them."""
     links = [folder / "weights" / role for role in (("trunk", "draft") if draft else ("trunk",))]
@@ -318,7 +210,8 @@ def _checked(data: Any) -> Manifest:
         raise InputError(f"format is {shown(version)}, this version of eagle-chain reads {FORMAT}")
     manifest = decode(Manifest, data)
     check_options(manifest.options)
-    _check_configs(manifest.trunk, manifest.draft)
+    if manifest.draft is not None:
+        _check_fit(manifest.trunk, manifest.draft)
     depth = len(manifest.trunk.layer_types)
     manifest.overrides.check(manifest.draft.head_dim if manifest.draft else None, depth)
     _check_names(manifest)
@@ -335,12 +228,8 @@ def _checked(data: Any) -> Manifest:
     return manifest
 
 
-def _check_configs(trunk: TrunkConfig, draft: DraftConfig | None) -> None:
-    """Sizes make sense, and the draft is one for this trunk."""
-    TrunkConfig.from_plain(trunk.to_plain(), "trunk")
-    if draft is None:
-        return
-    DraftConfig.from_plain(draft.to_plain(), "draft")
+def _check_fit(trunk: TrunkConfig, draft: DraftConfig) -> None:
+    """The draft is one for this trunk."""
     shares = draft.embedding.startswith("draft.") and draft.head.startswith("draft.")
     for name, got, wanted in (
         ("vocab_size", draft.vocab_size, trunk.vocab_size),

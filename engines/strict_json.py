@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.spec import EngineSpec, StatePair
+from eagle_chain.engines.spec import TensorSpec
 
 T = TypeVar("T")
 
@@ -19,9 +19,9 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def encode(value: Any) -> Any:
-    """A dataclass as JSON data: fields in their order, mappings sorted by key."""
-    if isinstance(value, EngineSpec):
-        return value.to_json()
+    """A dataclass as JSON data: fields in their order, mappings sorted by key, tensors as lists."""
+    if isinstance(value, TensorSpec):
+        return [value.name, value.dtype, list(value.shape)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -69,8 +69,8 @@ def _layout(value: Any, depth: int) -> str:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    if kind is EngineSpec:
-        return _decode_spec(value, where)
+    if kind is TensorSpec:
+        return TensorSpec(*_decode(tuple[str, str, tuple[int, ...]], value, where))
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, value, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -106,15 +106,6 @@ def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
     _object(value, where, names)
     dot = f"{where}." if where else ""
     return kind(**{name: _decode(hints[name], value[name], dot + name) for name in names})
-
-
-def _decode_spec(value: Any, where: str) -> EngineSpec:
-    """An engine spec in the shape that `EngineSpec.to_json` writes."""
-    rows = tuple[tuple[str, str, tuple[int, ...]], ...]
-    kinds = {"name": str, "inputs": rows, "outputs": rows, "states": tuple[StatePair, ...]}
-    for part, item in _object(value, where, kinds).items():
-        _decode(kinds[part], item, f"{where}.{part}")
-    return EngineSpec.from_json(value)
 
 
 def _object(value: Any, where: str, names: Iterable[str] | None = None) -> dict[str, Any]:

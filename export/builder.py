@@ -195,7 +195,7 @@ class GraphBuilder:
         if key not in self._used:
             shapes = [self.weight_shape(name) for name in form.sources]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
-            tensor = TensorSpec(form.name, form.dtype, shape[::-1] if form.transposed else shape)
+            tensor = TensorSpec(form.name, form.dtype, shape)
             self._used[key] = self._derived[form.name] = _value(tensor)
         return self._used[key]
 

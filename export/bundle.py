@@ -14,6 +14,7 @@ import onnx
 
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import (
@@ -22,7 +23,6 @@ from eagle_chain.engines.manifest import (
     Manifest,
     Weight,
     WeightFile,
-    engine_specs,
     file_hash,
     sample_hash,
 )

@@ -10,11 +10,17 @@ from pathlib import Path
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.inspection import bundle_report, pair_lines
 from eagle_chain.engines.kv import KV_TYPES
-from eagle_chain.engines.manifest import DEBUG_OUTPUTS, PREFILL_STEP, PROFILES, check_options
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import CONVENTIONS, DraftOverrides
 from eagle_chain.engines.progress import human_bytes
-from eagle_chain.engines.spec import DTYPES, Options
+from eagle_chain.engines.spec import (
+    DEBUG_OUTPUTS,
+    DTYPES,
+    PREFILL_STEP,
+    PROFILES,
+    Options,
+    check_options,
+)
 
 CAPACITY = 4096  # default, as far as the trunk was made for so many positions
 PREFILL = 256  # rows from which a GPU spends more time multiplying than reading the weights

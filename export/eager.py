@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import draft_spec, encoder_spec, mtp_spec, trunk_spec
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.spec import (
-    EngineSpec,
-    Options,
-    draft_spec,
-    encoder_spec,
-    mtp_spec,
-    trunk_spec,
-)
+from eagle_chain.engines.spec import EngineSpec, Options
 from eagle_chain.export.checkpoint import Checkpoint
 from eagle_chain.export.reference import Weights, draft_step, encode, mtp_step, trunk_step
 

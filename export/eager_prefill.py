@@ -9,12 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
-from eagle_chain.engines.spec import (
-    Options,
-    draft_prefill_spec,
-    mtp_prefill_spec,
-    prefill_spec,
-)
+from eagle_chain.engines.contract import draft_prefill_spec, mtp_prefill_spec, prefill_spec
+from eagle_chain.engines.spec import Options
 from eagle_chain.export.eager import EagerSession, mtp_session
 from eagle_chain.export.reference import Weights, draft_step, encode, int32, trunk_step
 

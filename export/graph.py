@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 import onnx
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
-from eagle_chain.engines.manifest import Weight, engine_specs
+from eagle_chain.engines.contract import engine_specs
+from eagle_chain.engines.manifest import Weight
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.draft import record_draft, record_encoder

@@ -19,7 +19,7 @@ from eagle_chain.export.trunk import TrunkGraph
 
 
 class PrefillRows(TrunkGraph):
-    """What differs from a trunk call for any profile: `engines.spec.prefill_spec`.
+    """What differs from a trunk call for any profile: `engines.contract.prefill_spec`.
 
     Rows behind the valid ones enter no state: their keys and values are written as zeros, and the
     delta rule sees zeros. Selected and not multiplied: they may hold anything, NaN included.

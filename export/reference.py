@@ -1,7 +1,7 @@
 """The pair in plain PyTorch: what the ONNX graphs are compared with.
 
 Functions over dicts of tensors under the names of `export.checkpoint`, written from the maths of
-the models and the contract of `engines.spec`, independent of the graphs. They compute in the dtype
+the models and of `engines.contract`, independent of the graphs. They compute in the dtype
 of the weights, round where transformers rounds, and are differentiable.
 
 Letters: W rows of a trunk call, R of a draft call, H hidden, V vocabulary, T slots of a KV buffer,

@@ -15,7 +15,7 @@ from eagle_chain.export.sampling import sample
 
 
 class TrunkGraph:
-    """Records one trunk call; `engines.spec.trunk_spec` says what goes in and out.
+    """Records one trunk call; `engines.contract.trunk_spec` says what goes in and out.
 
     W rows, H hidden, C + W slots of a KV buffer; Hk key and Hv = Hk * G value heads of a linear
     layer.

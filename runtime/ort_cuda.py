@@ -181,7 +181,6 @@ def derived(
     memory: CudaMemory,
 ) -> CudaBuffer:
     """A weight in the form that a graph asks for, put together on the device."""
-    assert not form.transposed, "no graph asks for a transposed weight yet"
     buffer = memory.allocate(tensor)
     start = 0
     for name in form.sources:

@@ -13,11 +13,11 @@ from typing import Any
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import FLAVOURS
-from eagle_chain.engines.manifest import PREFILL_STEP, PROFILES, Manifest
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
 from eagle_chain.engines.recording import Recording, read_calls, read_index
-from eagle_chain.engines.spec import DTYPES
+from eagle_chain.engines.spec import DTYPES, PREFILL_STEP, PROFILES
 from eagle_chain.runtime.comparison import Comparison, Distance, Verdict
 from eagle_chain.runtime.load import (
     BACKEND_HELP,

@@ -25,10 +25,11 @@ from eagle_chain.engines import flavours
 from eagle_chain.engines.build import Recipe, built_plans
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.compiler import Job, Request
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour, load_flavour
 from eagle_chain.engines.graphs import bound_graph, load_graph
-from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.memory import Estimate, check_room, estimate
 from eagle_chain.engines.plans import Target
 from eagle_chain.engines.precision import float_dtypes, pin_fp32

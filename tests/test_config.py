@@ -588,9 +588,6 @@ def test_overrides_as_they_are_typed() -> None:
     assert DraftOverrides().words() == ()
 
 
-BAD_VALUES: list[Any] = [None, "x", -1, [], [[]], {}, float("inf"), 10**13]
-
-
 @pytest.mark.parametrize("config", [TRUNK, DRAFT], ids=["trunk", "draft"])
 def test_plain_data_and_back(config: Any) -> None:
     kind = type(config)

@@ -20,8 +20,8 @@ import torch
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.build import Job, Request, compile_all
 from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.graphs import bound_graph
-from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.spec import Options
 from eagle_chain.export import eager, reference
 from eagle_chain.export.bundle import Pair, check_graph, read_pair, weight_table

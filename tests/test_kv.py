@@ -21,18 +21,17 @@ import pytest
 import torch
 
 from eagle_chain.engines.cli import main
+from eagle_chain.engines.contract import draft_spec, kv_pairs, trunk_spec
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour
 from eagle_chain.engines.kv import KV_TYPES, key_and_value, names
-from eagle_chain.engines.manifest import Manifest, check_options
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import (
     EngineSpec,
     Options,
     TensorSpec,
-    draft_spec,
-    kv_pairs,
+    check_options,
     kv_row_bytes,
-    trunk_spec,
 )
 from eagle_chain.export import eager, kv_reference
 from eagle_chain.export.builder import GraphBuilder

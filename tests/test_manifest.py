@@ -14,19 +14,18 @@ from typing import Any
 import pytest
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import (
     FORMAT,
     Manifest,
     Plan,
     Weight,
-    check_options,
-    engine_specs,
+    WeightFile,
     file_hash,
     sample_hash,
-    weight_file,
 )
-from eagle_chain.engines.spec import Options
+from eagle_chain.engines.spec import Options, check_options
 
 WEIGHTS = "weights/trunk/model.safetensors"
 TRUNK = TrunkConfig(
@@ -86,7 +85,9 @@ def write_bundle(folder: Path) -> Manifest:
         draft=DRAFT,
         specs=specs,
         graphs={f"{name}.onnx": file_hash(folder / f"{name}.onnx") for name in specs},
-        files={WEIGHTS: weight_file(weights)},
+        files={
+            WEIGHTS: WeightFile(weights.stat().st_size, file_hash(weights), sample_hash(weights))
+        },
         weights={"embed": Weight(WEIGHTS, 8 + len(header), "BF16", (512, 64))},
         ignored={"visual": 3, "mtp": 15},
         made_with={"eagle-chain": "0.1.0"},
@@ -393,7 +394,7 @@ def test_other_weights_of_the_same_size(bundle: Path, place: int) -> None:
 
 
 def test_a_change_in_the_middle_is_left_to_the_whole_hash(bundle: Path) -> None:
-    before = weight_file(bundle / WEIGHTS)
+    before = Manifest.load(bundle).files[WEIGHTS]
     content = bytearray((bundle / WEIGHTS).read_bytes())
     content[len(content) // 2] ^= 1
     (bundle / WEIGHTS).write_bytes(content)

@@ -16,8 +16,9 @@ import torch
 
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.cli import main
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import Options
 from eagle_chain.export import eager, reference
 from eagle_chain.export.bundle import Pair, weight_table

@@ -21,10 +21,10 @@ import onnxruntime as ort
 import pytest
 
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.kernel_library import SOURCES
 from eagle_chain.engines.kv import is_quantised, key_and_value, names
-from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export import graph as export_graph
@@ -474,7 +474,7 @@ def test_a_long_cache_is_cut_into_longer_pieces(slots: int, pieces: int) -> None
 
 
 def test_a_derived_weight_says_how_it_is_made() -> None:
-    form = Derived(("a.weight", "b.weight"), "bf16", 1.0, transposed=True)
+    form = Derived(("a.weight", "b.weight"), "bf16", 1.0)
     assert Derived.parse(form.name) == form
     assert Derived.parse("a.weight") is None
 

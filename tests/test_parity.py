@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from eagle_chain.engines.cli import main
+from eagle_chain.engines.contract import trunk_spec
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.engines.schedule import PROMPT, schedule
-from eagle_chain.engines.spec import trunk_spec
 from eagle_chain.export import kv_reference
 from eagle_chain.export.eager import zero_states
 from eagle_chain.export.few_layers import remapped

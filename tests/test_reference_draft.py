@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.contract import draft_spec
 from eagle_chain.engines.overrides import NONE, DraftOverrides
-from eagle_chain.engines.spec import Options, draft_spec
+from eagle_chain.engines.spec import Options
 from eagle_chain.export import reference
 from eagle_chain.export.checkpoint import open_pair
 from eagle_chain.export.eager import (

@@ -1,4 +1,4 @@
-"""A NumPy pair that keeps the contract of `engines/spec.py`: three-layer trunk, encoder, draft.
+"""A NumPy pair that keeps the contract of `engines/contract.py`: three-layer trunk, encoder, draft.
 
 The formulas are those of the contract, not of a real model, and every row is computed on its own,
 so a row's bits do not depend on its neighbours. `Toy.decode` and `Toy.draft_rows` say what a chain
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
-from eagle_chain.engines.manifest import engine_specs
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, HostBuffer, HostMemory
 from eagle_chain.runtime.cache import Cache

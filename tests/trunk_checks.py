@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor
 
 from eagle_chain.engines.config import TrunkConfig
-from eagle_chain.engines.spec import Options, trunk_spec
+from eagle_chain.engines.contract import trunk_spec
+from eagle_chain.engines.spec import Options
 from eagle_chain.export.checkpoint import open_trunk
 from eagle_chain.export.eager import TORCH_TYPES, load_weights, zero_states
 
@@ -293,6 +294,3 @@ def check_log(reference: ModuleType, case: Case) -> None:
         starts = {name: run.states[name.replace("S_rows", "S")] for name in out.S_rows}
         before = out, starts
         run.keep(count)
-
-
-CHECKS = (check_prefill, check_single, check_verify, check_resume, check_log)

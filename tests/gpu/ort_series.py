@@ -34,9 +34,9 @@ except ImportError:
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.cli import main as command
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.kernel_library import build_cuda
-from eagle_chain.engines.manifest import engine_specs
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.shapes import configs as published

@@ -31,9 +31,10 @@ from eagle_chain.engines import worker
 from eagle_chain.engines.cli import main as command
 from eagle_chain.engines.compiler import Job, Request
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.flavours import load_flavour
 from eagle_chain.engines.graphs import bound_graph
-from eagle_chain.engines.manifest import Manifest, Plan, engine_specs
+from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.plans import layer_dtypes
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
