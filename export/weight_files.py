@@ -40,7 +40,7 @@ ITEM_BYTES = {
 INDEX = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 LARGEST_EXTENT = 1 << 40
-SHOWN = 10  # missing files in an error
+SHOWN = 10  # names or problems of a kind in an error
 AGAIN = "the file is damaged or incomplete: download it again"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_FORMATS = (*PICKLES, ".gguf", ".h5", ".msgpack")
@@ -92,7 +92,7 @@ def read_folder(folder: Path) -> WeightFolder:
         str(folder),
         [
             f"{show(name)} is not a name that a graph can refer to; rename the file"
-            for name in present[:10]
+            for name in present[:SHOWN]
             if not _is_plain(name)
         ],
     )
@@ -104,7 +104,7 @@ def read_folder(folder: Path) -> WeightFolder:
                 first = tensors[name].file.name
                 problems.append(f"{name}: in {first} and in {tensor.file.name}; remove one file")
             tensors[name] = tensor
-    raise_all(f"{folder}", problems[:10])
+    raise_all(f"{folder}", problems[:SHOWN])
     return WeightFolder(tensors, ())
 
 
@@ -207,12 +207,12 @@ def _read_indexed(folder: Path, present: list[str]) -> WeightFolder:
     problems = []
     for file in sorted({show(f) for f in weight_map.values() if not _is_plain(f)}):
         problems.append(f"weight_map: file {file}, wanted the name of a file in this folder")
-    raise_all(str(index), problems[:10])
+    raise_all(str(index), problems[:SHOWN])
 
     shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if not os.path.isfile(folder / name)]  # never raises
     if missing:
-        names = f"{', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}"
+        names = f"{', '.join(missing[:SHOWN])}{' ...' if len(missing) > SHOWN else ''}"
         count = f"{len(missing)} of the {len(shards)} files in {INDEX} are missing"
         raise InputError(f"{folder}: {count}: {names}; incomplete download?")
     headers = dict(zip(shards, _read_files(folder, shards), strict=True))
@@ -221,7 +221,7 @@ def _read_indexed(folder: Path, present: list[str]) -> WeightFolder:
         str(index),
         [
             f"{name}: not in {weight_map[name]}; the index belongs to other files"
-            for name in absent[:10]
+            for name in absent[:SHOWN]
         ],
     )
     notices = [

@@ -2,7 +2,7 @@
 
 Everything goes through `cuda.bindings.runtime` (the package cuda-python), imported when a
 `CudaMemory` is made. A memory owns one stream; whatever its buffers do is queued there, in order,
-and only `read`, `synchronize` and `Readback.values` wait for the device.
+and only `read`, `synchronize` and `Event.wait` wait for the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from math import prod
 from typing import Any
 
@@ -257,24 +257,6 @@ class CudaBuffer:
             waiting = {None: 1, 0: 1}.get(stream, stream)  # 1: the legacy default stream
             self.memory.event().hold_back(int(waiting or 1))
         return capsule(self.spec, self.address, self.__dlpack_device__(), self)
-
-
-class Readback:
-    """Small buffers copied to pinned host memory: queue the copies, wait once, look at all."""
-
-    def __init__(self, memory: CudaMemory, buffers: Sequence[CudaBuffer]) -> None:
-        self._memory = memory
-        self._pairs = [(b, memory.pinned(b.spec.shape, b.spec.dtype)) for b in buffers]
-
-    def queue(self) -> None:
-        """Queue the copies; may be part of a captured graph."""
-        for buffer, host in self._pairs:
-            self._memory.download(host, buffer.address)
-
-    def values(self) -> list[NDArray[Any]]:
-        """Wait for the device and return the host arrays, good until the next `queue`."""
-        self._memory.synchronize()
-        return [host for _, host in self._pairs]
 
 
 class Event:

@@ -89,9 +89,9 @@ class OrtBinding:
         self._buffers = tuple(tensors.values())
         self._binding = session.io_binding()
         for tensor in spec.all_inputs:
-            self._binding.bind_input(tensor.name, *_placed(tensor, tensors[tensor.name]))
+            self._binding.bind_input(tensor.name, *placed(tensor, tensors[tensor.name]))
         for tensor in spec.all_outputs:
-            self._binding.bind_output(tensor.name, *_placed(tensor, tensors[tensor.name]))
+            self._binding.bind_output(tensor.name, *placed(tensor, tensors[tensor.name]))
 
     def run(self) -> None:
         """Run once; returns when the outputs are written."""
@@ -148,7 +148,17 @@ def _words(tensor: tuple[str, tuple[Any, ...]] | None) -> str:
     return f"{tensor[0]} {list(tensor[1])}" if tensor else "absent"
 
 
-def _placed(tensor: TensorSpec, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
+def weight_inputs(session: Any, spec: EngineSpec) -> tuple[TensorSpec, ...]:
+    """The inputs of a loaded graph that are not in its spec: the weights it wants."""
+    known = {t.name for t in spec.all_inputs}
+    return tuple(
+        TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))
+        for t in session.get_inputs()
+        if t.name not in known
+    )
+
+
+def placed(tensor: TensorSpec, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
     """Device, its index, element type, shape and address, as a binding takes them."""
     device, _, index = buffer.device.partition(":")
     shape = list(tensor.shape)

@@ -20,11 +20,9 @@ from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.progress import progress
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.runtime.buffers import Buffer, HostMemory
-from eagle_chain.runtime.ort import CPU, ELEMENT_TYPES, SPEC_DTYPES, OrtBinding, onnxruntime
+from eagle_chain.runtime.ort import CPU, ELEMENT_TYPES, OrtBinding, onnxruntime, weight_inputs
 from eagle_chain.runtime.session import Session, check_tensors
-from eagle_chain.runtime.weights import blocks
-
-STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "I32": "int32"}
+from eagle_chain.runtime.weights import UNCHANGED, blocks
 
 
 class BoundSession:
@@ -54,12 +52,7 @@ class BoundSession:
             raise InputError(f"{spec.name}: ONNX Runtime cannot load it: {error}") from error
         self.spec = spec
         self.memory = memory
-        known = {t.name for t in spec.all_inputs}
-        self.weights = tuple(
-            TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))
-            for t in self.session.get_inputs()
-            if t.name not in known
-        )
+        self.weights = weight_inputs(self.session, spec)
         self.bound: dict[str, NDArray[Any]] = {}  # by name; filled by `open_bound`
 
     def bind(self, tensors: Mapping[str, Buffer]) -> OrtBinding:
@@ -116,7 +109,7 @@ def _is_table(manifest: Manifest, name: str) -> bool:
 def _array(folder: Path, manifest: Manifest, tensor: TensorSpec) -> NDArray[Any]:
     """A weight in the dtype of the graph, mapped from its file if that is how it is stored."""
     weight = manifest.weights[tensor.name]
-    if STORED.get(weight.dtype) == tensor.dtype and weight.offset % 4 == 0:
+    if UNCHANGED.get(weight.dtype) == tensor.dtype and weight.offset % 4 == 0:
         kind = np.uint16 if tensor.dtype in ("bf16", "fp16") else np.float32
         return np.memmap(folder / weight.file, kind, "r", weight.offset, tensor.shape)
     buffer = HostMemory().allocate(tensor)

@@ -21,7 +21,7 @@ from eagle_chain.engines.memory import check_load
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory, Replay
-from eagle_chain.runtime.ort import ELEMENT_TYPES, SPEC_DTYPES, onnxruntime
+from eagle_chain.runtime.ort import onnxruntime, placed, weight_inputs
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import blocks, converted, upload
 
@@ -81,12 +81,7 @@ class OrtCudaSession:
         self.spec = spec
         self.memory = memory
         self.graphs = graphs and not spec.reads_prompts
-        known = {t.name for t in spec.all_inputs}
-        self.weights = tuple(
-            TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))
-            for t in self._session.get_inputs()
-            if t.name not in known
-        )
+        self.weights = weight_inputs(self._session, spec)
         self.bound: dict[str, Buffer] = {}  # by name; filled by whoever uploads `weights`
         self._options = ort.RunOptions()
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -115,13 +110,11 @@ class OrtCudaBinding:
         self._session = session
         self._buffers = (*tensors.values(), *session.bound.values())
         self._binding = session.io_binding()
-        spec, device = session.spec, session.memory.info.index
-        for tensor in (*spec.all_inputs, *session.weights):
+        for tensor in (*session.spec.all_inputs, *session.weights):
             buffer = tensors.get(tensor.name) or session.bound[tensor.name]
-            self._binding.bind_input(tensor.name, "cuda", device, *_placed(tensor, buffer))
-        for tensor in spec.all_outputs:
-            buffer = tensors[tensor.name]
-            self._binding.bind_output(tensor.name, "cuda", device, *_placed(tensor, buffer))
+            self._binding.bind_input(tensor.name, *placed(tensor, buffer))
+        for tensor in session.spec.all_outputs:
+            self._binding.bind_output(tensor.name, *placed(tensor, tensors[tensor.name]))
         self._replay = Replay(session.memory, relaxed=True, warm_up=WARM_UP)
 
     def run(self) -> None:
@@ -133,10 +126,6 @@ class OrtCudaBinding:
 
     def _queue(self) -> None:
         self._session.run(self._binding)
-
-
-def _placed(tensor: TensorSpec, buffer: Buffer) -> tuple[Any, list[int], int]:
-    return ELEMENT_TYPES[tensor.dtype], list(tensor.shape), buffer.address
 
 
 def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[str, Session]]:

@@ -24,7 +24,7 @@ _STORED = {
     "I64": np.int64,
     "I32": np.int32,
 }
-_SAME = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "I32": "int32"}
+UNCHANGED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "I32": "int32"}
 
 
 def upload(
@@ -75,7 +75,7 @@ def blocks(folder: Path, weight: Weight, spec: TensorSpec) -> Iterable[tuple[int
 
 def converted(stored: NDArray[Any], dtype: str, spec: TensorSpec) -> NDArray[Any]:
     """Stored values in the dtype of `spec`, rounded to nearest even; bf16 as its bits in uint16."""
-    if _SAME.get(dtype) == spec.dtype:
+    if UNCHANGED.get(dtype) == spec.dtype:
         return stored
     if (spec.dtype == "int32") != dtype.startswith("I"):
         raise InputError(f"weight {spec.name} is {dtype}, the engine wants {spec.dtype}")

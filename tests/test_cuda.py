@@ -23,7 +23,6 @@ from eagle_chain.runtime.cuda import (
     CudaError,
     CudaMemory,
     Graph,
-    Readback,
     Replay,
 )
 from tests.standin import standins
@@ -176,15 +175,6 @@ def test_replay_runs_plainly_first_and_keeps_one_graph_per_key(memory: CudaMemor
 
     assert [run(i % 2) for i in range(10)] == [1, 2] * 5
     assert len(calls) == 4, "each parity: once plainly, once for the graph"
-
-
-def test_readback_waits_once_for_all(memory: CudaMemory) -> None:
-    a, b = ints(memory, 1, 2), ints(memory, 3)
-    back = Readback(memory, [a, b])
-    graph = memory.capture(back.queue)
-    a.write([4, 5])
-    graph.launch()
-    assert [v.tolist() for v in back.values()] == [[4, 5], [3]]
 
 
 def test_scratch_is_shared_and_grows(memory: CudaMemory) -> None:
