@@ -1,10 +1,7 @@
 """Open a trunk or draft folder: its config and its tensors under one set of names, all or nothing.
 
-Trunk names are `embed_tokens.weight`, `layers.N.*` as in Hugging Face, `norm.weight` and
-`lm_head.weight` (absent when tied). Draft names are the 15 of an original EAGLE-3 file,
-`fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `t2d`, and those of its variants
-(`draft_shapes`). Whatever prefix a file uses, the set of tensors must be exactly the one that the
-config implies.
+Whatever prefix a file uses, the set of tensors must be exactly the one that the config implies
+(`tensor_shapes.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +20,13 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import raise_all
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.export import draft_tensors
+from eagle_chain.export.tensor_shapes import CONV, Shape, draft_shapes, mtp_shapes, trunk_shapes
 from eagle_chain.export.tensor_values import Array, array, mapped, same
 from eagle_chain.export.weight_files import StoredTensor, WeightFolder, read_folder
 
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[int, ...]
 FLOATS = ("BF16", "F16", "F32")
 # In front of `embed_tokens`, `layers` and `norm`, and the name of the head that goes with it.
 TRUNK_PREFIXES = {
@@ -38,7 +35,6 @@ TRUNK_PREFIXES = {
     "language_model.model.": "language_model.lm_head.weight",
     "": "lm_head.weight",
 }
-CONV = "linear_attn.conv1d.weight"
 SHOWN = 10  # names of each kind in an error
 
 
@@ -76,27 +72,7 @@ def open_trunk(folder: Path | str) -> tuple[TrunkConfig, Checkpoint]:
     folder = Path(folder)
     stored = _open(folder)
     config = TrunkConfig.from_json(read_json(folder / "config.json"), str(folder / "config.json"))
-    prefixes = [p for p in TRUNK_PREFIXES if f"{p}embed_tokens.weight" in stored.tensors]
-    prefix = prefixes[0] if len(prefixes) == 1 else ""
-    tensors: dict[str, StoredTensor] = {}
-    mtp: dict[str, StoredTensor] = {}
-    stray: dict[str, StoredTensor] = {}
-    ignored: Counter[str] = Counter()
-    for name, tensor in stored.tensors.items():
-        if re.match(r"(model\.|language_model\.)?visual\.", name):
-            ignored["visual"] += 1
-        elif name.endswith("rotary_emb.inv_freq"):  # a buffer of old exports, made from the config
-            ignored["rotary_emb"] += 1
-        elif head := re.match(r"(model\.|language_model\.)?mtp\.", name):
-            mtp["mtp." + name[head.end() :]] = tensor
-        elif name == TRUNK_PREFIXES[prefix]:
-            tensors["lm_head.weight"] = tensor
-        elif name.startswith(prefix):
-            tensors[name.removeprefix(prefix)] = tensor
-        else:
-            stray[name] = tensor
-    if mtp:
-        ignored["mtp"] = len(mtp)
+    tensors, mtp, stray, ignored = _sorted(stored.tensors)
     if config.tied_head and "lm_head.weight" in tensors:
         if not same(tensors.pop("lm_head.weight"), tensors.get("embed_tokens.weight")):
             raise InputError(
@@ -111,7 +87,34 @@ def open_trunk(folder: Path | str) -> tuple[TrunkConfig, Checkpoint]:
         **{f"layers.{i}.{CONV}": mlx for i in range(len(config.layer_types))},
     }
     _check(folder, tensors, trunk_shapes(config), stray=stray, hints=hints)
-    return config, Checkpoint(folder, tensors, dict(ignored), mtp, notices=stored.notices)
+    return config, Checkpoint(folder, tensors, ignored, mtp, notices=stored.notices)
+
+
+def _sorted(
+    stored: dict[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], list[str], dict[str, int]]:
+    """The trunk's tensors by canonical name, its draft head's, stray names, what is ignored."""
+    prefixes = [p for p in TRUNK_PREFIXES if f"{p}embed_tokens.weight" in stored]
+    prefix = prefixes[0] if len(prefixes) == 1 else ""
+    tensors: dict[str, StoredTensor] = {}
+    mtp: dict[str, StoredTensor] = {}
+    stray: list[str] = []
+    ignored: Counter[str] = Counter()
+    for name, tensor in stored.items():
+        if re.match(r"(model\.|language_model\.)?visual\.", name):
+            ignored["visual"] += 1
+        elif name.endswith("rotary_emb.inv_freq"):  # a buffer of old exports, made from the config
+            ignored["rotary_emb"] += 1
+        elif head := re.match(r"(model\.|language_model\.)?mtp\.", name):
+            mtp["mtp." + name[head.end() :]] = tensor
+            ignored["mtp"] += 1
+        elif name == TRUNK_PREFIXES[prefix]:
+            tensors["lm_head.weight"] = tensor
+        elif name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor
+        else:
+            stray.append(name)
+    return tensors, mtp, stray, dict(ignored)
 
 
 def open_mtp(trunk: Checkpoint, config: TrunkConfig) -> Checkpoint | None:
@@ -192,125 +195,28 @@ def open_pair(
     return trunk, open_draft(draft_folder, *trunk, overrides=overrides)
 
 
-def trunk_shapes(config: TrunkConfig) -> dict[str, Shape]:
-    """Every tensor of a trunk and its shape."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
-    values = config.linear_value_heads * config.linear_value_dim
-    channels, heads = config.conv_channels, config.linear_value_heads
-    mixers: dict[str, dict[str, Shape]] = {
-        "linear_attention": {
-            "linear_attn.in_proj_qkv.weight": (channels, hidden),
-            "linear_attn.in_proj_z.weight": (values, hidden),
-            "linear_attn.in_proj_b.weight": (heads, hidden),
-            "linear_attn.in_proj_a.weight": (heads, hidden),
-            CONV: (channels, 1, config.conv_kernel),
-            "linear_attn.A_log": (heads,),
-            "linear_attn.dt_bias": (heads,),
-            "linear_attn.norm.weight": (config.linear_value_dim,),
-            "linear_attn.out_proj.weight": (hidden, values),
-        },
-        "full_attention": {
-            "self_attn.q_proj.weight": (2 * queries, hidden),  # per head: query, then gate
-            "self_attn.k_proj.weight": (keys, hidden),
-            "self_attn.v_proj.weight": (keys, hidden),
-            "self_attn.o_proj.weight": (hidden, queries),
-            "self_attn.q_norm.weight": (config.head_dim,),
-            "self_attn.k_norm.weight": (config.head_dim,),
-        },
-    }
-    shapes: dict[str, Shape] = {"embed_tokens.weight": (config.vocab_size, hidden)}
-    for i, kind in enumerate(config.layer_types):
-        layer = {"input_layernorm.weight": (hidden,), **mixers[kind], **_mlp_shapes(hidden, inner)}
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    shapes["norm.weight"] = (hidden,)
-    if not config.tied_head:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def mtp_shapes(config: TrunkConfig) -> dict[str, Shape]:
-    """Every tensor of the trunk's own draft head and its shape: fc, one full layer, three norms."""
-    hidden = config.hidden_size
-    layer = trunk_shapes(replace(config, layer_types=("full_attention",)))
-    return {
-        "mtp.fc.weight": (hidden, 2 * hidden),
-        "mtp.pre_fc_norm_embedding.weight": (hidden,),
-        "mtp.pre_fc_norm_hidden.weight": (hidden,),
-        **{f"mtp.{name}": shape for name, shape in layer.items() if name.startswith("layers.0.")},
-        "mtp.norm.weight": (hidden,),
-    }
-
-
-def draft_shapes(config: DraftConfig) -> dict[str, Shape]:
-    """Every tensor of a draft and its shape."""
-    hidden = config.hidden_size
-    queries, keys = config.attention_heads * config.head_dim, config.kv_heads * config.head_dim
-    layer: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),  # of the embedding
-        "hidden_norm.weight": (hidden,),  # of the feature or the recurrence
-        "self_attn.q_proj.weight": (queries, 2 * hidden),
-        "self_attn.k_proj.weight": (keys, 2 * hidden),
-        "self_attn.v_proj.weight": (keys, 2 * hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        **_mlp_shapes(hidden, config.intermediate_size),
-    }
-    if config.qk_norm:
-        layer |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
-    shapes: dict[str, Shape] = {}
-    if config.embedding.startswith("draft."):
-        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
-    if config.norm_before_fc:
-        shapes["input_norm.weight"] = (config.feature_size,)
-    if config.fc_norm:
-        width = config.trunk_hidden_size
-        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(len(config.aux_layers))}
-    if config.fc:
-        shapes["fc.weight"] = (hidden, config.feature_size)
-    shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
-    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in config.biases}
-    shapes["norm.weight"] = (hidden,)
-    if config.head == "draft.lm_head.weight":
-        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
-    return shapes | {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-
-
 def _draft_hints(config: DraftConfig) -> dict[str, str]:
     """What to think of when a tensor of a draft is missing, unexpected or misshapen."""
     count, width = len(config.aux_layers), config.trunk_hidden_size
     source = f"as aux layers are {config.aux_source}" if config.aux_source else ""
-    said = {
-        "input_norm.weight": f"norm_before_fc is {_yes(config.norm_before_fc)} in config.json",
-        **{
-            f"fc_norm.{i}.weight": f"fc_norm is {_yes(config.fc_norm)} in config.json"
-            for i in range(max(3, count))
-        },
-    }
-    own = "a draft of another width than its trunk needs an embedding of its own"
+    fc_norm = f"fc_norm is {_yes(config.fc_norm)} in config.json"
     return {
         "fc.weight": f"reads {count} features of {width}, so it must be "
         f"[{config.hidden_size}, {count} * {width}], {source}",
         "lm_head.weight": "a draft needs its own head, unless it has the trunk's vocabulary "
         "and width",
-        "embed_tokens.weight": own,
+        "embed_tokens.weight": "a draft of another width than its trunk needs an embedding of its "
+        "own",
         "d2t": "maps the draft vocabulary to the trunk's",
         "midlayer.self_attn.q_proj.weight": "reads [embedding; hidden]; is it an EAGLE-3 draft?",
         "midlayer.self_attn.q_norm.weight": "a config of type qwen3 says so",
-        **said,
+        "input_norm.weight": f"norm_before_fc is {_yes(config.norm_before_fc)} in config.json",
+        **{f"fc_norm.{i}.weight": fc_norm for i in range(max(3, count))},
     }
 
 
 def _yes(value: bool) -> str:
     return "true" if value else "false or not"
-
-
-def _mlp_shapes(hidden: int, inner: int) -> dict[str, Shape]:
-    return {
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
 
 
 def _open(folder: Path) -> WeightFolder:

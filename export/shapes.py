@@ -14,8 +14,8 @@ from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import PROFILES, Weight
 from eagle_chain.engines.spec import DTYPES, Options
-from eagle_chain.export.checkpoint import draft_shapes, mtp_shapes, trunk_shapes
 from eagle_chain.export.graph import build_graphs
+from eagle_chain.export.tensor_shapes import draft_shapes, mtp_shapes, trunk_shapes
 
 NAMES = ("qwen3.5-9b",)
 

@@ -11,8 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from eagle_chain.engines.spec import Options
-from eagle_chain.export.bundle import Pair, weight_table
-from eagle_chain.export.checkpoint import open_draft, open_trunk
+from eagle_chain.export.bundle import Pair, read_pair, weight_table
 from eagle_chain.export.graph import build_graphs
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -25,9 +24,8 @@ NUMPY_TYPES = {
 
 
 def open_pair(trunk: Path, draft: Path) -> Pair:
-    trunk_config, trunk_weights = open_trunk(trunk)
-    draft_config, draft_weights = open_draft(draft, trunk_config, trunk_weights)
-    return Pair(trunk_config, draft_config, trunk_weights, draft_weights)
+    """A pair without the trunk's own head."""
+    return read_pair(trunk, draft, mtp=False)
 
 
 class OnnxEngine:

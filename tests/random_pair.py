@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from eagle_chain.engines.config import TrunkConfig
-from eagle_chain.export.checkpoint import trunk_shapes
 from eagle_chain.export.shapes import configs
+from eagle_chain.export.tensor_shapes import trunk_shapes
 from tests.toy_pair import TRUNK_PREFIX, draft_parts, save, trunk_config, write_tokenizer
 
 PIECE = 1 << 24  # values made at a time

@@ -21,9 +21,9 @@ import pytest
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.manifest import Manifest, file_hash
 from eagle_chain.engines.recording import read_calls, read_index
-from eagle_chain.export.checkpoint import draft_shapes, trunk_shapes
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.lowering import Portable
+from eagle_chain.export.tensor_shapes import draft_shapes, trunk_shapes
 from eagle_chain.runtime.comparison import Comparison, Verdict
 from eagle_chain.runtime.player import Player
 from tests.bound_engine import Array, BoundSession, Buffers, read_graph, stored_arrays
