@@ -37,7 +37,7 @@ def record_draft(
     Every row writes its KV; only row `row` is asked for a token, so query, MLP and head run on that
     row alone.
     """
-    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    heads = Heads.of(config)
     position, row = g.input("position"), g.input("row")
 
     def norm(x: ir.Value, weight: str) -> ir.Value:

@@ -185,7 +185,7 @@ class FusedTrunk(TrunkGraph):
     def full_mixer(self, x: ir.Value, i: int, rotary: Rotary) -> ir.Value:
         """Gated attention behind one product for q, gate, k and v."""
         low, config, prefix = self.low, self.config, f"layers.{i}.self_attn"
-        heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+        heads = Heads.of(config)
         fused = low.linear(x, *(f"{prefix}.{part}_proj.weight" for part in "qkv"))
         mixed = low.attend(
             fused,
@@ -264,7 +264,7 @@ def record_fused_draft(
     g: GraphBuilder, low: Fused, config: DraftConfig, rows: int, options: Options
 ) -> None:
     """One draft call over R rows; see `draft.record_draft`."""
-    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    heads = Heads.of(config)
     eps, hidden = config.norm_eps, config.hidden_size
     position, row = g.input("position"), g.input("row")
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.kv import names
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.kv import Rows, decoded, encoded, kind_of
@@ -27,6 +28,11 @@ class Heads:
     query: int
     kv: int
     dim: int
+
+    @staticmethod
+    def of(config: TrunkConfig | DraftConfig) -> Heads:
+        """Those of a model."""
+        return Heads(config.attention_heads, config.kv_heads, config.head_dim)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def record_mtp(
     g: GraphBuilder, low: Portable, config: TrunkConfig, rows: int, options: Options
 ) -> None:
     """One call over R rows; as in a draft, only row `row` goes further than its KV."""
-    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    heads = Heads.of(config)
     position, row = g.input("position"), g.input("row")
 
     def norm(x: ir.Value, name: str) -> ir.Value:
@@ -69,7 +69,7 @@ def record_fused_mtp(
     g: GraphBuilder, low: Fused, config: TrunkConfig, rows: int, options: Options
 ) -> None:
     """The same in the operators of `ort-fused`."""
-    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    heads = Heads.of(config)
     eps, position, row = config.norm_eps, g.input("position"), g.input("row")
 
     def norm(x: ir.Value, name: str) -> ir.Value:
@@ -123,7 +123,7 @@ def record_mtp_prefill(
     g: GraphBuilder, low: Portable, config: TrunkConfig, options: Options
 ) -> None:
     """The head's keys and values for P rows of a prompt: all that its later calls read of it."""
-    heads, rows = Heads(config.attention_heads, config.kv_heads, config.head_dim), options.prefill
+    heads, rows = Heads.of(config), options.prefill
     position = g.input("position")
     is_valid = g.reshape(g.Less(g.int32(*range(rows)), g.input("rows")), rows, 1, 1)
 

@@ -9,6 +9,8 @@ take their weights in no other.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import onnx_ir as ir
 
 from eagle_chain.engines.derived import Derived
@@ -105,7 +107,7 @@ class OrtCudaTrunk(TrunkGraph):
             return super().full_mixer(x, i, rotary)
         g, low, config, width = self.g, self.low, self.config, self.width
         prefix = f"layers.{i}.self_attn"
-        heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+        heads = Heads.of(config)
         wide, narrow = heads.query * heads.dim, heads.kv * heads.dim
         gated, key, value = low.several(x, *(f"{prefix}.{part}_proj.weight" for part in "qkv"))
         gated = g.reshape(gated, width, heads.query, 2 * heads.dim)
@@ -121,7 +123,7 @@ class OrtCudaTrunk(TrunkGraph):
                 g.reshape(value, 1, width, narrow),
                 g.input(f"layers.{i}.key"),
                 g.input(f"layers.{i}.value"),
-                self.last_row,
+                self.counts[0],
                 g.int32(self.options.kv_rows),
                 rotary.cos,
                 rotary.sin,
@@ -137,19 +139,12 @@ class OrtCudaTrunk(TrunkGraph):
         mixed, gate = g.reshape(mixed, width, wide), g.reshape(gate, width, wide)
         return g.linear(g.Mul(mixed, g.Sigmoid(gate)), f"{prefix}.o_proj.weight")
 
-    @property
-    def last_row(self) -> ir.Value:
-        """Where the last row of the call stands, int32 [1]."""
-        if not hasattr(self, "_last_row"):
-            self._last_row = self.g.Add(self.position, self.g.int32(self.width - 1))
-            self._kept_rows = self.g.Concat(self.g.int32(0), self.g.input("kept"), axis=0)
-        return self._last_row
-
-    @property
-    def kept_rows(self) -> ir.Value:
-        """`cu_seqlens` of the replay, int32 [2]."""
-        _ = self.last_row
-        return self._kept_rows
+    @cached_property
+    def counts(self) -> tuple[ir.Value, ir.Value]:
+        """Where the last row of the call stands, int32 [1]; `cu_seqlens` of the replay, [2]."""
+        g = self.g
+        last_row = g.Add(self.position, g.int32(self.width - 1))
+        return last_row, g.Concat(g.int32(0), g.input("kept"), axis=0)
 
     def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
         """GatedDeltaNet twice: over the kept rows of the last call, and over this call's."""
@@ -219,7 +214,7 @@ class OrtCudaTrunk(TrunkGraph):
 
     def replayed(self, prefix: str, held: tuple[ir.Value, ...], S: ir.Value) -> ir.Value:
         """S after the kept rows of the last call; the CUDA kernel reads no row behind them."""
-        return self.delta(prefix, held, S, self.kept_rows)[1]
+        return self.delta(prefix, held, S, self.counts[1])[1]
 
     @property
     def all_rows(self) -> ir.Value:

@@ -119,7 +119,7 @@ def record_draft_prefill(
     g: GraphBuilder, low: Portable, config: DraftConfig, options: Options
 ) -> None:
     """The draft's keys and values for P rows: all that its later calls read of a prompt."""
-    heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+    heads = Heads.of(config)
     layer, rows, position = "draft.midlayer", options.prefill, g.input("position")
     is_valid = g.Less(g.int32(*range(rows)), g.input("rows"))
     is_valid = g.reshape(is_valid, rows, 1, 1)

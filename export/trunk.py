@@ -87,7 +87,7 @@ class TrunkGraph:
         """Gated attention: per head, q_proj holds the query rows and then the gate rows."""
         g, low, config, width = self.g, self.low, self.config, self.width
         prefix = f"layers.{i}.self_attn"
-        heads = Heads(config.attention_heads, config.kv_heads, config.head_dim)
+        heads = Heads.of(config)
         fused = g.linear(x, f"{prefix}.q_proj.weight")
         fused = g.reshape(fused, width, heads.query, 2 * heads.dim)
         query, gate = g.split(fused, -1, heads.dim, heads.dim)
