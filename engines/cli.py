@@ -33,6 +33,8 @@ COMMANDS = {
     "record": ("eagle_chain.export.record", "keep what PyTorch gives for a bundle, for parity"),
     "verify": ("eagle_chain.runtime.verify", "check a bundle's tokens against plain decoding"),
     "bench": ("eagle_chain.runtime.bench", "time every part of a round"),
+    "tune": ("eagle_chain.runtime.tune", "find the setting of a draft that a text speaks for"),
+    "variants": ("eagle_chain.export.variants", "author a bundle's graphs again, for tune"),
     "inspect": ("eagle_chain.engines.inspection", "tell what a bundle holds and needs"),
 }
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a redirected output may break

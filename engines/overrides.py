@@ -67,4 +67,6 @@ def _typed(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return str(value)

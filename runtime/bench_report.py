@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.extras import install
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
+from eagle_chain.runtime.plots import pyplot, save
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -81,13 +79,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         InputError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise InputError(f"--plot needs matplotlib ({error}): {install('plot')}") from None
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4))
     _stacks(left, report)
     speeds = report["speed"]
     counts = [speed["tokens_per_round"] for speed in speeds]
@@ -101,12 +93,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     right.legend()
     figure.suptitle(f"{report['engines']} ({report['device']})")
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
-        raise InputError(f"{path}: the plot cannot be written: {error}") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def _stacks(axes: Any, report: Mapping[str, Any]) -> None:

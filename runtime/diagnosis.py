@@ -8,6 +8,7 @@ ENOUGH = 8  # rounds without a single accepted draft that are no accident
 JUDGED = 24  # verdicts on a position that make a rate
 LOW = 0.3  # of first drafts; a draft that suits its trunk and the text has 0.45 to 0.85
 COLLAPSE = 0.35  # of the share of first drafts; the share of seconds among those is 0.6 or more
+TUNE = "`eagle-chain tune BUNDLE --text FILE` finds the right values"
 
 
 def likely_cause(stats: Stats, drafter: str, draft_kv: str = "kept") -> str | None:
@@ -36,8 +37,8 @@ def likely_cause(stats: Stats, drafter: str, draft_kv: str = "kept") -> str | No
             return None
         return (
             f"{first:.0%} of the first drafts are right, but of the second ones behind them only "
-            f"{again:.0%}: what the draft feeds itself is probably wrong; try the other value of "
-            "norm_output (EAGLE-3.1) at export"
+            f"{again:.0%}: what the draft feeds itself is probably wrong, so norm_output "
+            f"(EAGLE-3.1) should have the other value; {TUNE}"
         )
     else:
         return None
@@ -50,7 +51,7 @@ def likely_cause(stats: Stats, drafter: str, draft_kv: str = "kept") -> str | No
         )
     return (
         f"{seen}: the likely causes are aux layers counted from another end (one too early or too "
-        "late) and a rotary base or rotary dims that the draft was not trained with; `eagle-chain "
-        "inspect` shows them, --aux-layers, --rope-theta and --rotary-dim of `export` change them. "
-        "A draft made for another trunk, or a text unlike its training, looks alike"
+        "late) and a rotary base or rotary dims that the draft was not trained with (--aux-layers, "
+        f"--rope-theta and --rotary-dim of `export`); {TUNE}. A draft made for another trunk, or a "
+        "text unlike its training, looks alike"
     )

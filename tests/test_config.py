@@ -582,7 +582,7 @@ def test_overrides_of_flags() -> None:
 def test_overrides_as_they_are_typed() -> None:
     given = DraftOverrides((1, 3, 4), "outputs", 1e4, 16, True, False)
     assert given.words() == (
-        *("--aux-layers", "1,3,4", "--aux-convention", "outputs", "--rope-theta", "10000.0"),
+        *("--aux-layers", "1,3,4", "--aux-convention", "outputs", "--rope-theta", "10000"),
         *("--rotary-dim", "16", "--norm-output", "true", "--norm-before-residual", "false"),
     )
     assert DraftOverrides().words() == ()

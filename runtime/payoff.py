@@ -1,0 +1,82 @@
+"""What a setting of a draft pays: tokens a second by drafts per round, and a chain to show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagle_chain.runtime.along import Found, Text
+from eagle_chain.runtime.bench_report import calls
+from eagle_chain.runtime.exactness import decode_plainly
+from eagle_chain.runtime.load import Engines
+from eagle_chain.runtime.stand import Stand
+from eagle_chain.runtime.stats import Stats
+
+CLOCKED = 20  # timed runs of each engine
+FASTER = 1.02  # what another number of drafts must promise to gain before it is recommended
+
+
+def part_times(engines: Engines, position: int) -> dict[str, float]:
+    """Milliseconds of each engine of a round on this machine, medians, by its name in `bench`."""
+    options = engines.manifest.options
+    sessions, most = engines.of_capacity(options.capacity), options.width - 1
+    plain, drafted = (Stand(sessions, options.capacity, k, position) for k in (0, most))
+    clocks = {"plain": plain.part("plain", CLOCKED)}
+    clocks |= {name: drafted.part(name, CLOCKED) for name in drafted.parts}
+    return {name: clock.median for name, clock in clocks.items()}
+
+
+def speeds(
+    found: Found, parts: Mapping[str, float], most: int, *, scratch: bool
+) -> list[dict[str, Any]]:
+    """For rounds of 0 to `most` drafts: what one gives, what it takes, tokens a second."""
+    rows = []
+    for k in range(most + 1):
+        times = calls(k, "eagle")
+        if scratch and k:  # its first row stands alone
+            times = {**times, "draft": 0, "draft_step": k}
+        taken = sum(count * parts[name] for name, count in times.items() if count)
+        tokens = found.tokens_per_pass(k)
+        per_second = tokens / taken * 1e3
+        row = {
+            "k": k,
+            "tokens_per_pass": tokens,
+            "round_ms": taken,
+            "tokens_per_second": per_second,
+        }
+        rows.append(row)
+    return rows
+
+
+def fastest(rows: Sequence[Mapping[str, Any]], now: int) -> int:
+    """The number of drafts with most tokens a second; that of now unless it is clearly slower."""
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    gained = best["tokens_per_second"] / rows[now]["tokens_per_second"]
+    return int(best["k"]) if gained > FASTER else now
+
+
+def confirm(
+    engines: Engines, texts: Sequence[Text], k: int, new: int, *, scratch: bool
+) -> dict[str, Any]:
+    """Decode the texts again by a chain, and count the rounds that `Found` counts.
+
+    A text that comes out as it was recorded is plain decoding's; another one is decoded plainly
+    here as well, as engines that were made in another way may differ in a near-tie.
+    """
+    chain = engines.chain(drafter="eagle", draft_kv="scratch" if scratch else "kept")
+    stats, exact = Stats(), True
+    for text in texts:
+        tokens = list[int]()
+        for round in chain.rounds(text.prompt, max_new_tokens=new, k=k):
+            if not round.prompt_tokens and len(tokens) <= text.rounds(k):
+                stats.add(round)
+            tokens += round.tokens
+        if exact and tokens != text.chosen:
+            plain = decode_plainly(engines.chain(drafter="none"), text.prompt, new)
+            exact = tokens == plain.tokens
+    return {
+        "exact": exact,
+        "rounds": stats.rounds,
+        "tokens_per_pass": stats.acceptance_length or 1.0,
+        "tokens_per_second": stats.tokens_per_second or 0.0,
+    }

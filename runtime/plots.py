@@ -1,0 +1,38 @@
+"""Drawing with matplotlib, which is loaded only when a plot is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import install
+
+
+def pyplot() -> Any:
+    """The module `matplotlib.pyplot`, for files only.
+
+    Raises:
+        InputError: matplotlib is missing.
+    """
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise InputError(f"--plot needs matplotlib ({error}): {install('plot')}") from None
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure to a file and close it.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture's
+        raise InputError(f"{path}: the plot cannot be written: {error}") from None
+    finally:
+        pyplot().close(figure)

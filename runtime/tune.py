@@ -1,0 +1,216 @@
+"""The command `tune`: which settings of a draft a text speaks for, among those no file can tell."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eagle_chain.engines.config import DraftConfig, read_json
+from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import FLAVOURS
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.progress import phases
+from eagle_chain.runtime.along import Found
+from eagle_chain.runtime.load import (
+    BACKEND_HELP,
+    BACKENDS,
+    Backend,
+    Engines,
+    backend_for,
+    open_engines,
+)
+from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
+from eagle_chain.runtime.plots import pyplot
+from eagle_chain.runtime.prompts import cut_prompts, read_text
+from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
+from eagle_chain.runtime.tokenizer import Tokenizer
+from eagle_chain.runtime.trial import Setting, Trial, write_variant
+from eagle_chain.runtime.tune_report import advice, plot, rows, tables, verdict
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `eagle-chain tune` takes."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="text like that to be decoded, to cut prompts from: plain, or JSON lines with the "
+        'text in "text" or "t"',
+    )
+    parser.add_argument("--prompts", metavar="N", type=int, default=16, help="how many (16)")
+    parser.add_argument(
+        "--prompt-tokens", metavar="N", type=int, default=64, help="tokens of each (64)"
+    )
+    parser.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        default="",
+        help="what each prompt begins with, like '<|py|>'; counted in --prompt-tokens (nothing)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=int, default=64, help="tokens to add to each (64)"
+    )
+    parser.add_argument(
+        "-k", type=int, help="guesses per trunk pass as it is run now (all the width allows)"
+    )
+    parser.add_argument(
+        "--draft-kv", choices=("kept", "scratch"), default="kept", help="as it is run now (kept)"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results into a PNG")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Judge settings on one text, confirm the best by a chain, say what to type."""
+    text = read_text(arguments.text)
+    manifest = Manifest.load(arguments.bundle)
+    draft, backend = _checked(arguments, manifest)
+    prompts = cut_prompts(
+        text,
+        Tokenizer(arguments.bundle),
+        count=arguments.prompts,
+        length=arguments.prompt_tokens,
+        prefix=arguments.prefix,
+    )
+    if arguments.plot is not None:
+        pyplot()  # whether it is there shows now
+    now = Setting(draft, arguments.draft_kv == "scratch")
+    with tempfile.TemporaryDirectory(prefix="eagle-chain-") as temporary:
+        folder = Path(temporary)
+        best, judged = _judged(arguments, manifest, now, prompts, backend, folder / "trial")
+        bundle = arguments.bundle
+        if best.draft != draft:
+            bundle = folder / "best"
+            overrides = overrides_for(best.draft, draft, manifest.overrides)
+            write_variant(arguments.bundle, manifest, best.draft, overrides, bundle)
+        engines = open_engines(bundle, backend, threads=arguments.threads)
+        report = _report(arguments, manifest, now, best, judged, engines)
+    print(tables(report))
+    if arguments.plot is not None:
+        plot(report, arguments.plot)
+        print(f"wrote {arguments.plot}")
+    return Outcome(report, passed=report["confirmed"]["exact"])
+
+
+def _checked(arguments: argparse.Namespace, manifest: Manifest) -> tuple[DraftConfig, Backend]:
+    """The draft and what runs it, if all that was asked for can be done."""
+    bundle, options = arguments.bundle, manifest.options
+    if manifest.draft is None:
+        raise InputError(
+            f"{bundle}: has no EAGLE draft, and tune is about the settings of one; export it with "
+            f"its draft: eagle-chain export TRUNK DRAFT -o {bundle}"
+        )
+    if arguments.backend in FLAVOURS:
+        raise InputError(
+            f"--backend is {arguments.backend}, and tune makes graphs that nobody has built: use "
+            "onnxruntime-cpu or onnxruntime-cuda, as acceptance hardly depends on the backend, "
+            "then export and build with what it finds"
+        )
+    for option, least in (("prompts", 2), ("prompt_tokens", 1), ("max_new_tokens", options.width)):
+        if getattr(arguments, option) < least:
+            name, got = option.replace("_", "-"), getattr(arguments, option)
+            raise InputError(f"--{name} is {got}, expected {least} or more")
+    length = arguments.prompt_tokens + arguments.max_new_tokens
+    if length > options.capacity:
+        raise InputError(
+            f"prompts of {arguments.prompt_tokens} tokens and {arguments.max_new_tokens} new ones "
+            f"take more than the bundle's capacity of {options.capacity}: ask for fewer"
+        )
+    if arguments.k is not None and not 1 <= arguments.k < options.width:
+        raise InputError(f"-k is {arguments.k}, expected 1 to {options.width - 1}")
+    backend = arguments.backend
+    if backend == "auto":  # plans would be of no use
+        on_gpu = options.profile.startswith("ort-")
+        backend = "onnxruntime-cuda" if on_gpu else "onnxruntime-cpu"
+    return manifest.draft, backend_for(bundle, manifest, backend)
+
+
+def _judged(
+    arguments: argparse.Namespace,
+    manifest: Manifest,
+    now: Setting,
+    prompts: Sequence[Sequence[int]],
+    backend: Backend,
+    folder: Path,
+) -> tuple[Setting, dict[Setting, Found]]:
+    """The best setting, and what every setting that was judged gave."""
+    most, new = manifest.options.width - 1, arguments.max_new_tokens
+    filed = _as_filed(arguments.bundle, manifest, now.draft)
+    groups = changes(now.draft, filed, len(manifest.trunk.layer_types))
+    drafts = every_setting(now.draft, groups)
+    capacity = arguments.prompt_tokens + new
+    bundle, threads = arguments.bundle, arguments.threads
+    trial = Trial(bundle, manifest, drafts, capacity, folder, backend, threads)
+    with phases("tuning") as show:
+        try:
+            trial.read(prompts, new, lambda done: show("decoding", done, len(prompts)))
+        except FloatingPointError as error:
+            raise InputError(f"prompt {len(trial.texts)}: {error}") from error
+        if sum(text.rounds(most) > 0 for text in trial.texts) < 2:
+            raise InputError(
+                f"{arguments.text}: what the trunk makes of it ends or repeats itself before "
+                f"{most} drafts can be judged: give another text, or more --max-new-tokens"
+            )
+
+        def judge(setting: Setting) -> Found:
+            show(f"setting {len(trial.judged) + 1}", 0, 0)
+            return trial.found(setting)
+
+        tuned = search(now.draft, filed, groups, lambda d: judge(Setting(d)), most)
+        best, other = Setting(tuned, now.scratch), Setting(tuned, not now.scratch)
+        if surely_better(judge(other), judge(best), most):
+            best = other
+        judge(now)
+    return best, trial.judged
+
+
+def _as_filed(bundle: Path, manifest: Manifest, draft: DraftConfig) -> DraftConfig:
+    """The draft with the rotation that its config has, if that can still be read."""
+    path = bundle / "weights/draft/config.json"
+    others = replace(manifest.overrides, rotary_dim=None, rope_theta=None)
+    try:
+        return DraftConfig.from_json(read_json(path), manifest.trunk, str(path), others)
+    except InputError:
+        return draft
+
+
+def _report(
+    arguments: argparse.Namespace,
+    manifest: Manifest,
+    now: Setting,
+    best: Setting,
+    judged: Mapping[Setting, Found],
+    engines: Engines,
+) -> dict[str, Any]:
+    """All that was found, and what takes the whole engines to find."""
+    most, new, found = manifest.options.width - 1, arguments.max_new_tokens, judged[best]
+    with phases("tuning") as show:
+        show("timing", 0, 0)
+        parts = part_times(engines, arguments.prompt_tokens)
+        by_k = speeds(found, parts, most, scratch=best.scratch)
+        k = fastest(by_k, arguments.k or most)
+        show("confirming", 0, 0)
+        confirmed = confirm(engines, found.texts, k, new, scratch=best.scratch)
+    settings = rows(judged, now, best, most)
+    return {
+        "text": str(arguments.text),
+        "prompts": arguments.prompts,
+        "prompt_tokens": arguments.prompt_tokens,
+        "new_tokens": sum(len(text.chosen) for text in found.texts),
+        "backend": engines.backend,
+        "most": most,
+        "settings": settings,
+        "parts_ms": parts,
+        "speeds": by_k,
+        "best": advice(arguments.bundle, manifest, now, best, k),
+        "confirmed": {**confirmed, "judged_tokens_per_pass": by_k[k]["tokens_per_pass"]},
+        "verdict": verdict(settings),
+    }

@@ -1,0 +1,380 @@
+"""`tune`: every wrong reading of the shipped draft is found, alone or in pairs, the right one kept.
+
+Oracles: the pair as it was trained, chains that decode the same texts, tables worked out by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle_chain.engines.cli import main
+from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.overrides import NONE, DraftOverrides
+from eagle_chain.runtime import Tokenizer, open_engines, ort_bound, payoff, tune
+from eagle_chain.runtime.along import Found, Text, gain
+from eagle_chain.runtime.exactness import Plain
+from eagle_chain.runtime.payoff import confirm, fastest, speeds
+from eagle_chain.runtime.prompts import cut_prompts, read_text
+from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
+from eagle_chain.runtime.trial import Setting, Trial
+from tests.test_demo_pair import DEMO
+
+PROMPTS, LENGTH, NEW, MOST = 6, 20, 36, 4
+SIZES = ("--prompts", "6", "--prompt-tokens", "20", "--max-new-tokens", "36", "--threads", "1")
+PROSE = """Call me Ishmael. Some years ago - never mind how long precisely - having little or no
+money in my purse, and nothing particular to interest me on shore, I thought I would sail about a
+little and see the watery part of the world. It is a way I have of driving off the spleen and
+regulating the circulation. Whenever I find myself growing grim about the mouth; whenever it is a
+damp, drizzly November in my soul; whenever I find myself involuntarily pausing before coffin
+warehouses, and bringing up the rear of every funeral I meet, I account it high time to get to sea
+as soon as I can. This is my substitute for pistol and ball.
+"""
+RIGHT = {
+    "aux_layers": (1, 3, 6),
+    "rotary_dim": 16,
+    "rope_theta": 1e7,
+    "norm_output": False,
+    "norm_before_residual": False,
+}
+LOW, HIGH = {"aux_layers": (0, 2, 5)}, {"aux_layers": (2, 4, 7)}
+WHOLE, THETA = {"rotary_dim": 64}, {"rope_theta": 1e4}
+OUTPUT, RESIDUAL = {"norm_output": True}, {"norm_before_residual": True}
+MISTAKES: dict[str, dict[str, Any]] = {
+    "aux layers one too low": LOW,
+    "aux layers one too high": HIGH,
+    "whole heads rotate": WHOLE,
+    "theta": THETA,
+    "norm_output": OUTPUT,
+    "norm_before_residual": RESIDUAL,
+    "aux layers and rotation": LOW | WHOLE,
+    "aux layers, rotation and theta": HIGH | WHOLE | THETA,
+    "norm_output and theta": OUTPUT | THETA,
+    "norm_output and rotation": OUTPUT | WHOLE,
+    "norm_output and aux layers": OUTPUT | HIGH,
+    "norm_before_residual and rotation": RESIDUAL | WHOLE,
+    "norm_before_residual and aux layers": RESIDUAL | LOW,
+    "both norms": OUTPUT | RESIDUAL,
+    "everything": LOW | WHOLE | THETA | OUTPUT | RESIDUAL,
+}
+
+
+def export(folder: Path, overrides: DraftOverrides = NONE, draft: bool = True) -> Path:
+    pair = [str(DEMO / "trunk"), *([str(DEMO / "draft")] if draft else [])]
+    words = ("--capacity", "64", "--prefill", "32", *overrides.words())
+    assert main(["export", *pair, "-o", str(folder), *words]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pair as a bundle, and a text."""
+    folder = tmp_path_factory.mktemp("tune")
+    export(folder / "bundle")
+    (folder / "text.txt").write_text(PROSE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def manifest(folder: Path) -> Manifest:
+    return Manifest.load(folder / "bundle")
+
+
+@pytest.fixture(scope="module")
+def right(manifest: Manifest) -> DraftConfig:
+    assert manifest.draft is not None
+    assert {name: getattr(manifest.draft, name) for name in RIGHT} == RIGHT, "as it was trained"
+    return manifest.draft
+
+
+@pytest.fixture(scope="module")
+def trial(folder: Path, manifest: Manifest, right: DraftConfig) -> Trial:
+    """All settings over one trunk; each is judged once for all tests."""
+    prompts = cut_prompts(
+        read_text(folder / "text.txt"),
+        Tokenizer(folder / "bundle"),
+        count=PROMPTS,
+        length=LENGTH,
+        prefix="<|book|>",
+    )
+    drafts = every_setting(right, changes(right, right, 8))
+    place = folder / "bundle", manifest, drafts, LENGTH + NEW, folder / "trial"
+    trial = Trial(*place, "onnxruntime-cpu", 1)
+    trial.read(prompts, NEW, lambda done: None)
+    return trial
+
+
+@pytest.fixture
+def recorded(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command does not decode again: it judges on the trial's texts."""
+
+    class Recorded:
+        def __init__(self, *_: Any) -> None:
+            self.texts, self.judged = trial.texts, dict[Setting, Found]()
+
+        def read(self, *_: Any) -> None: ...
+
+        def found(self, setting: Setting) -> Found:
+            return self.judged.setdefault(setting, trial.found(setting))
+
+    monkeypatch.setattr(tune, "Trial", Recorded)
+    yield
+
+
+def run(bundle: Path, *words: str) -> int:
+    text = [] if "--text" in words else ["--text", str(bundle.parent / "text.txt")]
+    return main(["tune", str(bundle), *text, *SIZES, "--prefix", "<|book|>", *words])
+
+
+# what is found ----------------------------------------------------------------------------------
+
+
+def tuned(trial: Trial, start: DraftConfig, filed: DraftConfig) -> DraftConfig:
+    groups = changes(start, filed, 8)
+    return search(start, filed, groups, lambda draft: trial.found(Setting(draft)), MOST)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_found(mistake: str, trial: Trial, right: DraftConfig) -> None:
+    wrong = replace(right, **MISTAKES[mistake])
+    found = tuned(trial, wrong, right)
+    assert found == right
+    flags = overrides_for(found, wrong, DraftOverrides(**MISTAKES[mistake]))
+    assert flags == DraftOverrides(**{name: RIGHT[name] for name in MISTAKES[mistake]})
+
+
+def test_the_right_setting_is_left_alone(trial: Trial, right: DraftConfig) -> None:
+    assert tuned(trial, right, right) == right
+
+
+def test_what_is_within_noise_is_left_alone(trial: Trial, right: DraftConfig) -> None:
+    """A base of 1e6 is as good as one of 1e7 on a short text: the one that is used stays."""
+    close = replace(right, rope_theta=1e6)
+    assert not surely_better(trial.found(Setting(right)), trial.found(Setting(close)), MOST)
+    assert tuned(trial, close, close) == close
+    # from elsewhere, the file's own value is taken of those that are alike
+    assert tuned(trial, replace(right, **THETA), close) == close
+    assert tuned(trial, replace(right, **THETA), right) == right
+
+
+# what is judged ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "scratch"), [(4, False), (2, False), (4, True)])
+def test_rounds_are_those_of_a_chain(k: int, scratch: bool, trial: Trial, folder: Path) -> None:
+    """Drafting along a finished text gives, round for round, what decoding it gives."""
+    found = trial.found(Setting(trial_draft(folder), scratch))
+    chain = open_engines(folder / "bundle", threads=1).chain(
+        draft_kv="scratch" if scratch else "kept"
+    )
+    for text, walk in zip(found.texts[:2], found.accepted(k), strict=False):
+        tokens, accepted = list[int](), list[int]()
+        for round in chain.rounds(text.prompt, max_new_tokens=NEW, k=k):
+            if not round.prompt_tokens and len(tokens) <= text.rounds(k):
+                accepted.append(round.accepted)
+            tokens += round.tokens
+        assert tokens == text.chosen
+        assert accepted == walk and len(walk) > 2
+
+
+def trial_draft(folder: Path) -> DraftConfig:
+    draft = Manifest.load(folder / "bundle").draft
+    assert draft is not None
+    return draft
+
+
+def text(chosen: int, fresh: int | None = None) -> Text:
+    """A text of so many chosen tokens, none of which matter."""
+    return Text([0], [0] * chosen, chosen if fresh is None else fresh, np.zeros((chosen, 1)))
+
+
+def test_rounds_follow_each_other() -> None:
+    found = Found([text(10), text(10, fresh=4)], [[2, 0, 0, 1, 0, 4, 0, 0, 0], [0, 3, 9, 9]])
+    assert found.accepted(2) == [[2, 1, 2], [0, 2]]  # starts 0 3 5, the end at 7; 0 1, the end at 4
+    assert found.accepted(1) == [[1, 0, 1, 1, 0], [0, 1, 1]]  # starts 0 2 3 5 7, the end at 8
+    assert found.accepted(0) == [[0] * 9, [0] * 4]
+    assert found.tokens_per_pass(2) == 1 + 7 / 5
+    assert found.by_position(2) == [4 / 5, 3 / 5]
+
+
+def test_gain_and_its_error() -> None:
+    """Three texts of one round each: the error is that of a mean of differences, 3, 1 and 2."""
+    texts = [text(6)] * 3
+    more, less = ([[a, 0, 0, 0, 0] for a in counts] for counts in ((4, 3, 4), (1, 2, 2)))
+    ends = [replace(t, fresh=1) for t in texts]
+    result = gain(Found(ends, more), Found(ends, less), 4)
+    assert result == pytest.approx((2.0, (1 / 3) ** 0.5))  # variance 1 over 3
+    assert surely_better(Found(ends, more), Found(ends, less), 4)  # 2 is above 3 x 0.577
+    assert not surely_better(Found(ends, less), Found(ends, less), 4)
+
+
+def test_drafts_are_counted_by_what_they_cost() -> None:
+    found = Found([text(40)], [[2, 1, 0] * 13])  # 3 tokens a pass from k = 2 on
+    parts = {"plain": 10.0, "verify": 10.0, "encoder": 0.5, "draft": 1.5, "draft_step": 1.0}
+    kept = speeds(found, parts, 4, scratch=False)
+    assert [row["round_ms"] for row in kept] == [10, 12, 13, 14, 15]
+    assert kept[2]["tokens_per_second"] == pytest.approx(3 / 0.013)
+    assert fastest(kept, 4) == 2
+    scratch = speeds(found, parts, 4, scratch=True)
+    assert [row["round_ms"] for row in scratch] == [10, 11.5, 12.5, 13.5, 14.5]
+    dear = {name: 10.0 for name in parts}
+    assert fastest(speeds(Found([text(40)], [[0] * 39]), dear, 4, scratch=False), 4) == 0
+    cheap = parts | {"draft_step": 0.05}
+    assert fastest(speeds(found, cheap, 4, scratch=False), 4) == 4, "no gain, no change"
+
+
+# the command ------------------------------------------------------------------------------------
+
+
+def test_two_mistakes_from_export_to_export(
+    tmp_path: Path,
+    folder: Path,
+    trial: Trial,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planted by options of export; the flags that are printed give what was promised."""
+    converted = list[str]()
+    monkeypatch.setattr(ort_bound, "_array", counting(ort_bound._array, converted))
+    bundle = export(tmp_path / "bundle", DraftOverrides((0, 2, 5), rotary_dim=64))
+    shutil.copy(folder / "text.txt", tmp_path)
+    capsys.readouterr()
+    assert run(bundle, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(set(converted)) == len(converted) > 100, "each weight is read once for all settings"
+
+    best, confirmed = report["best"], report["confirmed"]
+    assert (
+        best["changed"] == best["export_flags"] == ["--aux-layers", "1,3,6", "--rotary-dim", "16"]
+    )
+    assert confirmed["exact"]
+    rows = {" ".join(row["changed"]): row for row in report["settings"]}
+    assert rows[""]["now"] and rows[" ".join(best["changed"])]["best"]
+    assert rows[""]["tokens_per_pass"] < 1.3 < 2 < report["settings"][0]["tokens_per_pass"]
+    assert "--draft-kv scratch" in " ".join(rows)
+    assert rows[""]["behind"] > 3 * rows[""]["error"] > 0
+    assert "change it" in report["verdict"][0]
+    assert [row["k"] for row in report["speeds"]] == [0, 1, 2, 3, 4]
+
+    export_command, generate = map(shlex.split, best["commands"])
+    assert generate == ["eagle-chain", "generate", str(bundle), *best["generate_flags"]]
+    assert main(export_command[1:]) == 0
+    engines = open_engines(bundle, threads=1)
+    assert engines.manifest.draft is not None
+    assert {name: getattr(engines.manifest.draft, name) for name in RIGHT} == RIGHT
+    again = confirm(engines, trial.texts, best["k"], NEW, scratch=best["draft_kv"] == "scratch")
+    for name in ("exact", "rounds", "tokens_per_pass"):
+        assert again[name] == confirmed[name]
+    assert confirmed["tokens_per_pass"] == confirmed["judged_tokens_per_pass"]
+
+
+def counting(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    def counted(*given: Any) -> Any:
+        names.append(given[-1].name)
+        return function(*given)
+
+    return counted
+
+
+@pytest.mark.usefixtures("recorded")
+def test_the_right_pair_is_told_to_stay(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "acceptance.png"
+    assert run(folder / "bundle", "--plot", str(picture)) == 0
+    output = capsys.readouterr().out
+    assert "keep the draft as it is" in output and "change it" not in output
+    assert "nothing  <- now and best" in output
+    assert "every token is that of plain decoding" in output
+    assert f"eagle-chain generate {folder / 'bundle'} -k" in output and "export " not in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_scratch_kv_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder / "bundle", "--draft-kv", "scratch", "-k", "3", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["changed"] == ["--draft-kv", "kept"]
+    assert report["best"]["draft_kv"] == "kept"
+    assert "--draft-kv" not in report["best"]["generate_flags"], "kept is the default"
+    assert report["best"]["export_flags"] == []
+    now = next(row for row in report["settings"] if row["now"])
+    assert now["changed"] == [] and now["behind"] > 3 * now["error"]
+
+
+def test_a_chain_is_compared_with_plain_decoding(
+    trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it does not give the recorded text, engines made otherwise may still differ there."""
+    engines = open_engines(folder / "bundle", threads=1)
+    texts = [replace(t, chosen=[t.chosen[0] + 1, *t.chosen[1:]]) for t in trial.texts[:1]]
+    assert confirm(engines, texts, 4, NEW, scratch=False)["exact"]
+    monkeypatch.setattr(payoff, "decode_plainly", lambda *_: Plain([], [1, 2], [], 0))
+    assert not confirm(engines, texts, 4, NEW, scratch=False)["exact"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "absent.txt"], "absent.txt: cannot be read"),
+        (["--prompts", "1"], "--prompts is 1, expected 2 or more"),
+        (["--prompts", "900"], "different prompts"),
+        (["--max-new-tokens", "60"], "take more than the bundle's capacity of 64"),
+        (["--max-new-tokens", "3"], "--max-new-tokens is 3, expected 5 or more"),
+        (["-k", "5"], "-k is 5, expected 1 to 4"),
+        (["--backend", "tensorrt-rtx"], "acceptance hardly depends on the backend"),
+    ],
+    ids=" ".join,
+)
+def test_bad_requests(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder / "bundle", *words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_bundles_that_cannot_be_tuned(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--text", str(folder / "text.txt"))
+    assert run(export(tmp_path / "alone", draft=False), *words) == 2
+    assert "has no EAGLE draft" in capsys.readouterr().err
+    moved = tmp_path / "moved"
+    shutil.copytree(folder / "bundle", moved, symlinks=True)
+    (moved / "weights/draft").unlink()
+    (moved / "weights/draft").symlink_to(tmp_path / "gone")
+    assert run(moved, *words) == 2
+    assert "the checkpoint folder" in capsys.readouterr().err
+
+
+def test_without_matplotlib_nothing_is_begun(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(tune, "Trial", None)
+    assert run(folder / "bundle", "--plot", "x.png") == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        assert list(tmp_path.glob("eagle-chain-*/trial/draft_step.*.onnx"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Trial, "read", interrupted)
+    assert run(folder / "bundle") == 130
+    assert list(tmp_path.iterdir()) == []
