@@ -1,7 +1,8 @@
-"""The prefill graphs of the profiles for ONNX Runtime's CUDA provider, in its own operators.
+"""The prefill graphs of the profiles for ONNX Runtime's CUDA provider.
 
-The kernels of `ort-fused` take a few rows; for P rows its products go to cuBLAS, attention to
-GroupQueryAttention and the delta rule to GatedDeltaNet. Only its norms stay.
+The products of P rows go to cuBLAS and attention to GroupQueryAttention. The delta rule is ONNX
+Runtime's GatedDeltaNet in `ort-cuda`, and in `ort-fused` a chunked kernel of its own, with all that
+stands around it in a layer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from eagle_chain.export.builder import GraphBuilder
-from eagle_chain.export.fused import Fused
+from eagle_chain.export.chunked import CHUNKS
+from eagle_chain.export.fused import DOMAIN, Fused
 from eagle_chain.export.ort_cuda import OrtCuda, OrtCudaTrunk
 from eagle_chain.export.prefill import PrefillRows
 
@@ -65,11 +67,12 @@ class OrtCudaPrefill(PrefillRows, OrtCudaTrunk):
 
 
 class StockFused(OrtCuda):
-    """The norms of `ort-fused` among stock operators; weights as the checkpoint holds them."""
+    """What of `ort-fused` takes many rows, among stock operators; weights as they are stored."""
 
     def __init__(self, g: GraphBuilder) -> None:
         super().__init__(g)
         self.fused = Fused(g)
+        self.rows = g.spec.inputs[0].shape[0]  # of a call over a prompt
 
     def several(self, x: ir.Value, *names: str) -> list[ir.Value]:
         """X [R, K] times each of several weights [N, K]."""
@@ -92,12 +95,19 @@ class StockFused(OrtCuda):
         """H + delta, and its norm with 1 + w."""
         return self.fused.add_norm(h, delta, weight, eps, centred=True)
 
+    def swiglu(self, x: ir.Value, prefix: str) -> ir.Value:
+        """down(silu(gate(x)) * up(x))."""
+        g, names = self.g, [f"{prefix}.{part}_proj.weight" for part in ("gate", "up")]
+        like = (g.dtype, (self.rows, g.weight_shape(names[0])[0]))
+        (inner,) = g.node(DOMAIN, "SiluMul", [*self.several(x, *names)], [like])
+        return g.linear(inner, f"{prefix}.down_proj.weight")
+
     def embed(self, ids: ir.Value, table: str) -> ir.Value:
         """Rows of the embedding, with their shape."""
         return self.fused.embed(ids, table)
 
 
-class FusedPrefill(OrtCudaPrefill):
+class FusedPrefill(PrefillRows, OrtCudaTrunk):
     """The trunk of `ort-fused` over P rows; S and log as its decode engine has them."""
 
     low: StockFused
@@ -114,21 +124,42 @@ class FusedPrefill(OrtCudaPrefill):
         delta = self.low.shaped(delta, self.width, self.config.hidden_size)
         return super().add_norm(h, delta, weight)
 
-    def past(self, window: str, columns: ir.Value) -> ir.Value:
-        """The conv's inputs before row 0, [3, C]; the window is [C, 3 + W] here."""
-        g = self.g
-        return g.Transpose(g.Gather(g.input(window), columns, axis=1), perm=[1, 0])
+    def linear_mixer(self, x: ir.Value, i: int) -> ir.Value:
+        """Gated DeltaNet in one node between products, from the raw projections to its norm."""
+        g, low, config = self.g, self.low, self.config
+        prefix, layer = f"layers.{i}.linear_attn", f"layers.{i}"
+        parts = [f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")]
+        states = [f"{layer}.{part}" for part in ("S", "log_key", "log_delta", "log_decay")]
+        held = {pair.input: (pair.dtype, pair.shape) for pair in g.spec.states}
+        vectors = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+        y, *results = g.node(
+            DOMAIN,
+            "GatedDeltaPrompt",
+            [
+                *low.several(x, *parts),
+                *map(g.input, (f"{layer}.window", *states)),
+                *(g.input("kept"), g.input("rows")),
+                *(g.weight(f"{prefix}.{name}", "fp32") for name in vectors),
+            ],
+            [
+                (g.dtype, (self.width, config.linear_value_heads * config.linear_value_dim)),
+                *(held[name] for name in (*states, f"{layer}.window")),
+                *(("fp32", shape) for shape in self.scratch()),
+            ],
+            epsilon=config.norm_eps,
+        )
+        for name, result in zip((*states, f"{layer}.window"), results, strict=False):
+            g.output(f"{name}.next", result)
+        return g.linear(y, f"{prefix}.out_proj.weight")
 
-    def window(self, name: str, inputs: ir.Value) -> None:
-        """The conv's inputs [3 + P, C] that the next call may read."""
-        self.g.output(name, self.g.Transpose(self.window_columns(inputs), perm=[1, 0]))
-
-    def state_before(self, i: int) -> ir.Value:
-        """S with the log of the last call folded in, transposed for the operator."""
-        S = self.g.reshape(self.committed_state(i), 1, *self.state_shape())
-        return self.g.Transpose(S, perm=[0, 1, 3, 2])
-
-    def state_after(self, i: int, S: ir.Value) -> None:
-        """S [1, Hv, dv, dk] as it leaves, transposed back."""
-        S = self.g.Transpose(S, perm=[0, 1, 3, 2])
-        self.g.output(f"layers.{i}.S.next", self.g.reshape(S, *self.state_shape()))
+    def scratch(self) -> list[tuple[int, ...]]:
+        """What the kernels of a linear layer leave for one another; `PromptTensors` there."""
+        config, rows, chunk = self.config, self.width, CHUNKS[0]
+        heads, padded = config.linear_value_heads, -(-rows // chunk) * chunk
+        return [
+            (rows, config.conv_channels),
+            (2, config.linear_key_heads, padded, config.linear_key_dim),
+            (4, heads, padded),
+            (2, heads, padded, chunk),
+            (rows, heads * config.linear_value_dim),
+        ]

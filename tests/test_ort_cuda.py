@@ -468,6 +468,23 @@ def test_the_cuda_profiles_lead_to_the_same_place(
         assert distance(states[name], want_states[name]) < TOLERANCE, name
 
 
+@pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])
+def test_wide_calls_take_no_weight_in_a_form_of_their_own(pair: Pair, profile: str) -> None:
+    """It would be uploaded twice."""
+    options = Options(WIDTH, 96, "bf16", profile, prefill=32)
+    specs = engine_specs(pair.trunk_config, pair.draft_config, options)
+    table = weight_table(pair)
+    forms = {}
+    for name, model in build_graphs(pair.trunk_config, pair.draft_config, table, options).items():
+        known = {tensor.name for tensor in specs[name].all_inputs}
+        inputs = with_bound_weights(model, converted=options.dtype).graph.input
+        forms[name] = {
+            (i.name, i.type.tensor_type.elem_type) for i in inputs if i.name not in known
+        }
+    assert forms["prefill"] and forms["prefill"] <= forms["trunk"]
+    assert forms["draft_prefill"] <= forms["encoder"] | forms["draft"]
+
+
 @pytest.mark.parametrize(("slots", "pieces"), [(48, 2), (1024, 32), (4101, 81), (32773, 209)])
 def test_a_long_cache_is_cut_into_longer_pieces(slots: int, pieces: int) -> None:
     assert stretches(slots) == pieces

@@ -25,7 +25,9 @@ struct bf16 {
 #define BOTH __host__ __device__ inline
 #define SHARED __shared__
 #define SHARED_WIDE __shared__ __align__(16)
+#define SHARED_POOL(name) extern __shared__ __align__(16) unsigned char name[]  // sized at the launch
 #define UNROLL _Pragma("unroll")
+#define UNROLL_BY_2 _Pragma("unroll 2")
 #define UNROLL_BY_4 _Pragma("unroll 4")
 using Stream = cudaStream_t;
 
@@ -107,12 +109,18 @@ DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 #endif
 }
 
-// Launches `kernel` in clusters of `cluster` blocks; `dependent` lets it start while the kernel before
-// it drains.
+// Launches `kernel` in clusters of `cluster` blocks with a pool of `bytes` each; `dependent` lets it start
+// while the kernel before it drains.
 template <class... Parameters, class... Arguments>
-const char* launch_clusters(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, int threads,
-                            Stream stream, bool dependent, Arguments... arguments) {
+const char* launch_as(unsigned cluster, size_t bytes, void (*kernel)(Parameters...), dim3 grid, int threads,
+                      Stream stream, bool dependent, Arguments... arguments) {
+  if (bytes > 48 * 1024) {  // more than a kernel has without being asked
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
   cudaLaunchConfig_t config = {};
+  config.dynamicSmemBytes = bytes;
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.stream = stream;
@@ -132,11 +140,6 @@ const char* launch_clusters(unsigned cluster, void (*kernel)(Parameters...), dim
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
-template <class... Parameters, class... Arguments>
-const char* launch(void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream,
-                   bool dependent, Arguments... arguments) {
-  return launch_clusters(1, kernel, grid, threads, stream, dependent, arguments...);
-}
 inline const char* copy_bytes(void* to, const void* from, size_t size, Stream stream) {
   const cudaError_t error = cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -145,6 +148,22 @@ inline const char* copy_bytes(void* to, const void* from, size_t size, Stream st
 #else
 #include "fibres.h"
 #endif
+
+template <class... Parameters, class... Arguments>
+const char* launch(void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream, bool dependent,
+                   Arguments... arguments) {
+  return launch_as(1, 0, kernel, grid, threads, stream, dependent, arguments...);
+}
+template <class... Parameters, class... Arguments>
+const char* launch_clusters(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, int threads,
+                            Stream stream, bool dependent, Arguments... arguments) {
+  return launch_as(cluster, 0, kernel, grid, threads, stream, dependent, arguments...);
+}
+template <class... Parameters, class... Arguments>
+const char* launch_pooled(size_t bytes, void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream,
+                          bool dependent, Arguments... arguments) {
+  return launch_as(1, bytes, kernel, grid, threads, stream, dependent, arguments...);
+}
 
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(bf16 x) { return bits_float(uint32_t(x.bits) << 16); }

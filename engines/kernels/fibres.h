@@ -14,7 +14,9 @@
 #define BOTH inline
 #define SHARED static
 #define SHARED_WIDE alignas(16) static
+#define SHARED_POOL(name) unsigned char* const name = block.pool.data()
 #define UNROLL
+#define UNROLL_BY_2
 #define UNROLL_BY_4
 using Stream = void*;
 
@@ -46,6 +48,7 @@ struct Block {
   Barrier all;
   std::vector<uint32_t> slots;  // what each thread shows to its warp
   std::vector<uint32_t> fragments;
+  std::vector<unsigned char> pool;  // memory from `new` is aligned to 16 bytes
   int current = 0;
   std::function<void()> body;
 };
@@ -171,14 +174,15 @@ __attribute__((noinline)) inline void resume(int thread) {
   setcontext(&fibre.birth);
 }
 template <class... Parameters, class... Arguments>
-const char* launch(void (*kernel)(Parameters...), dim3 grid, int threads, Stream, bool,
-                   Arguments... arguments) {
+const char* launch_as(unsigned, size_t bytes, void (*kernel)(Parameters...), dim3 grid, int threads, Stream,
+                      bool, Arguments... arguments) {
   gridDim = grid;
   blockDim = dim3(threads);
   while (int(block.fibres.size()) < threads) block.fibres.push_back(std::make_unique<Fibre>());
   block.threads = threads;
   block.slots.assign(threads, 0);
   block.fragments.assign(size_t(threads) * 6, 0);
+  block.pool.assign(bytes, 0xff);  // not numbers
   block.body = [&] { kernel(Parameters(arguments)...); };
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
@@ -196,11 +200,6 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, int threads, Stream
         }
       }
   return nullptr;
-}
-template <class... Parameters, class... Arguments>
-const char* launch_clusters(unsigned, void (*kernel)(Parameters...), dim3 grid, int threads, Stream stream,
-                            bool dependent, Arguments... arguments) {
-  return launch(kernel, grid, threads, stream, dependent, arguments...);
 }
 inline const char* copy_bytes(void* to, const void* from, size_t size, Stream) {
   memcpy(to, from, size);

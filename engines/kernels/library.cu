@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
 #include "ort_abi.h"
+#include "prompt.h"
 
 // Tuning of the products: 16-byte loads that a lane has under way for each row of weights, and how many
 // blocks of 32 rows there must be before blocks take 32 rows instead of 16.
@@ -270,6 +270,102 @@ void run_delta(const Call& call, const Attributes& a) {
   });
 }
 
+template <int DK>
+void launch_prompt(const Call& call, const PromptTensors& t, const PromptSizes& n) {
+  const unsigned chunks = unsigned(n.padded / CHUNK), heads = unsigned(n.value_heads);
+  done(launch_pooled(solve_bytes<DK>(), prompt_solve<DK>, dim3(chunks, unsigned(n.key_heads)), SOLVE_THREADS,
+                     call.stream(), dependent_launch(), t, n));
+  auto walk = [&](auto kernel, size_t bytes, int columns, int threads) {
+    done(launch_pooled(bytes, kernel, dim3(unsigned(n.value_dim / columns), heads), threads, call.stream(),
+                       dependent_launch(), t, n));
+  };
+  if (n.value_dim % 32 == 0) walk(prompt_walk<DK, 32>, walk_bytes<DK, 32>(), 32, WALK_THREADS<32>);
+  else walk(prompt_walk<DK, 8>, walk_bytes<DK, 8>(), 8, WALK_THREADS<8>);
+}
+
+// GatedDeltaPrompt(u, z, b, a, window, S, log_key, log_delta, log_decay, kept, rows, conv, A_log, dt_bias,
+//   norm) -> y, next S, log_key, log_delta, log_decay, window, scratch: qkv, units, rates, triangles, mixed
+void run_prompt(const Call& call, const Attributes& a) {
+  const Tensor u = call.input(0), window = call.input(4), S = call.input(5), log_key = call.input(6);
+  const Tensor log_delta = call.input(7), log_decay = call.input(8);
+  PromptSizes n = {};
+  n.rows = int(u[0]);
+  n.padded = (n.rows + CHUNK - 1) / CHUNK * CHUNK;
+  n.width = int(log_key[0]);
+  n.key_heads = int(log_key[1]);
+  n.value_heads = int(S[0]);
+  n.key_dim = int(S[1]);
+  n.value_dim = int(S[2]);
+  n.eps = a.eps;
+  require(n.value_dim <= MAX_DIM && n.value_dim % 8 == 0, "value dims above 128 or not of 8");
+  require(u[-1] == n.channels(), "the width of u is not that of queries, keys and values");
+  require(window[-1] == CONV - 1 + n.width, "the convolution has four taps");
+  PromptTensors t = {};
+  t.u = u.data;
+  t.z = call.input(1).data;
+  t.b = call.input(2).data;
+  t.a = call.input(3).data;
+  t.window = window.data;
+  t.S = S.as<float>();
+  t.log_key = log_key.as<float>();
+  t.log_delta = log_delta.as<float>();
+  t.log_decay = log_decay.as<float>();
+  t.kept = call.input(9).as<int32_t>();
+  t.valid = call.input(10).as<int32_t>();
+  t.conv = call.input(11).as<const float>();
+  t.rate = call.input(12).as<const float>();
+  t.bias = call.input(13).as<const float>();
+  t.norm = call.input(14).as<const float>();
+  auto result = [&](size_t i, std::vector<int64_t> shape) {
+    return static_cast<float*>(call.output(i, std::move(shape)));
+  };
+  const int64_t gates = int64_t(n.value_heads) * n.padded;
+  t.y = call.output(0, {n.rows, n.values()});
+  t.next_S = result(1, S.shape);
+  t.next_key = result(2, log_key.shape);
+  t.next_delta = result(3, log_delta.shape);
+  t.next_decay = result(4, log_decay.shape);
+  t.next_window = call.output(5, window.shape);
+  t.qkv = result(6, u.shape);
+  t.units = result(7, {2, n.key_heads, n.padded, n.key_dim});
+  t.decay = result(8, {4, n.value_heads, n.padded});
+  t.beta = t.decay + gates;
+  t.reach = t.beta + gates;
+  t.tail = t.reach + gates;
+  t.solve = result(9, {2, n.value_heads, n.padded, CHUNK});
+  t.seen = t.solve + gates * CHUNK;
+  t.mixed = result(10, {n.rows, n.values()});
+  const unsigned wide = unsigned((n.channels() / 8 + ROWS_THREADS - 1) / ROWS_THREADS);
+  const unsigned pieces = unsigned((n.rows + ROWS_EACH - 1) / ROWS_EACH);
+  const unsigned items = unsigned(n.rows * n.value_heads), warps = PROMPT_NORM_THREADS / 32;
+  by_type(u.type, [&](auto type) {
+    done(launch(prompt_rows<decltype(type)>, dim3(wide, pieces), ROWS_THREADS, call.stream(),
+                dependent_launch(), t, n));
+  });
+  if (n.key_dim == 128) launch_prompt<128>(call, t, n);
+  else if (n.key_dim == 64) launch_prompt<64>(call, t, n);
+  else if (n.key_dim == 32) launch_prompt<32>(call, t, n);
+  else if (n.key_dim == 16) launch_prompt<16>(call, t, n);
+  else throw Failure{"key dims of linear layers are 16, 32, 64 or 128"};
+  by_type(u.type, [&](auto type) {
+    done(launch(prompt_norm<decltype(type)>, dim3((items + warps - 1) / warps), PROMPT_NORM_THREADS,
+                call.stream(), dependent_launch(), t, n));
+  });
+}
+
+// SiluMul(gate, up) -> silu(gate) * up
+void run_silu_mul(const Call& call) {
+  const Tensor gate = call.input(0), up = call.input(1);
+  const int64_t count = gate.rows() * gate[-1], each = SWIGLU_THREADS * 8;
+  void* y = call.output(0, gate.shape);
+  require(count % 8 == 0, "the values of gate and up are a multiple of 8");
+  by_type(gate.type, [&](auto type) {
+    using T = decltype(type);
+    done(launch(silu_mul<T>, dim3(unsigned((count + each - 1) / each)), SWIGLU_THREADS, call.stream(),
+                dependent_launch(), gate.as<const T>(), up.as<const T>(), count, static_cast<T*>(y)));
+  });
+}
+
 int64_t item_bytes(int type) { return type == ort::FLOAT ? 4 : type == ort::INT8 ? 1 : 2; }
 
 // The planes of keys or of values: inputs from `first` on, written to outputs from `result` on.
@@ -404,7 +500,7 @@ void run_pick(const Call& call, bool verifies) {
   done(launch(pick, dim3(1), rows * 32, call.stream(), dependent_launch(), best, ids, v, rows));
 }
 
-enum Kind { NORM, ADD_NORM, LINEAR, GATED_LINEAR, DELTA, ATTEND, GREEDY, VERIFY };
+enum Kind { NORM, ADD_NORM, LINEAR, GATED_LINEAR, DELTA, PROMPT, SILU_MUL, ATTEND, GREEDY, VERIFY };
 
 struct Operator : ort::CustomOp {
   Kind kind;
@@ -449,6 +545,8 @@ ort::Status* compute(void* self, ort::Context* context) {
       case LINEAR: run_linear(call, false); break;
       case GATED_LINEAR: run_linear(call, true); break;
       case DELTA: run_delta(call, kernel.attributes); break;
+      case PROMPT: run_prompt(call, kernel.attributes); break;
+      case SILU_MUL: run_silu_mul(call); break;
       case ATTEND: run_attend(call, kernel.attributes); break;
       case GREEDY: run_pick(call, false); break;
       case VERIFY: run_pick(call, true); break;
@@ -517,6 +615,9 @@ EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::A
       made.push_back(make(GATED_LINEAR, "GatedLinear", 3, {T, T, T}, {T}));
       made.push_back(make(DELTA, "GatedDelta", 11, {T, T, F, F, F, F, I, F, F, F, F},
                           {T, F, F, F, F, T, F}));
+      made.push_back(make(PROMPT, "GatedDeltaPrompt", 15, {T, T, T, T, T, F, F, F, F, I, I, F, F, F, F},
+                          {T, F, F, F, F, T, F, F, F, F, F}));
+      made.push_back(make(SILU_MUL, "SiluMul", 2, {T, T}, {T}));
       const std::vector<int> q8_0 = {C, H}, q5_1 = {C, C, H, H};
       auto attend = [&](const char* title, const std::vector<int>& key, const std::vector<int>& value) {
         std::vector<int> takes = {T, T, I, I, F, F, F, F}, gives = {T, F, F, F};

@@ -1,10 +1,12 @@
 // The fused kernels alone: the products against a plain sum, and the time of every kernel in the 9B's
 // shapes with cold weights.   nvcc -std=c++17 -O3 -arch=sm_90 -I engines/kernels tests/gpu/kernel_bench.cu
+// With the argument `prompts` only those that take many rows.
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "prompt.h"
 
 using T = bf16;
 
@@ -92,11 +94,57 @@ void verify(int depth, int out, int rows) {
   cudaFree(want);
 }
 
-int main() {
+// What a linear layer launches for P rows of a prompt, from other states each time; microseconds each.
+void prompts() {
+  float* f; const size_t floats = size_t(1) << 28;
+  check(cudaMalloc(&f, floats * 4), "f"); check(cudaMemset(f, 0x3c, floats * 4), "values");  // 0.0115
+  int32_t* counts; cudaMalloc(&counts, 8);
+  printf("prompt_walk: %d threads, %zu bytes of shared memory; prompt_solve: %zu bytes\n", WALK_THREADS<32>, walk_bytes<128, 32>(), solve_bytes<128>());
+  for (int rows : {256, 512, 1024, 2048}) {
+    const int32_t given[2] = {3, rows};
+    cudaMemcpy(counts, given, 8, cudaMemcpyHostToDevice);
+    PromptSizes n = {rows, rows, 5, 16, 32, 128, 128, 1e-6f};
+    const size_t P = size_t(rows), S = 32 * 128 * 128;
+    float* free_from = f;
+    auto take = [&](size_t count) { float* p = free_from; free_from += count; return p; };
+    PromptTensors t = {};
+    t.u = pool; t.z = pool + P * n.channels(); t.b = x; t.a = x + 131072; t.window = x;
+    t.conv = take(n.channels() * CONV); t.rate = t.bias = t.norm = t.conv;
+    t.log_key = t.log_delta = t.log_decay = take(5 * 4096);
+    t.next_key = t.next_delta = t.next_decay = take(5 * 4096);
+    t.kept = counts; t.valid = counts + 1; t.y = y; t.next_window = y + (1 << 24);
+    t.qkv = take(P * n.channels()); t.units = take(2 * P * n.keys()); t.mixed = take(P * n.values());
+    t.decay = take(32 * P); t.beta = take(32 * P); t.reach = take(32 * P); t.tail = take(32 * P);
+    t.solve = take(32 * P * CHUNK); t.seen = take(32 * P * CHUNK);
+    float* states = take(24 * 2 * S);
+    check(free_from <= f + floats ? cudaSuccess : cudaErrorMemoryAllocation, "room");
+    auto at = [&](int i) { t.S = states + i % 24 * 2 * S; t.next_S = states + (i % 24 * 2 + 1) * S; };
+    const bool dep = true;
+    auto make_rows = [&] { return launch(prompt_rows<T>, dim3(unsigned(n.channels() / 8 / ROWS_THREADS), unsigned(rows / ROWS_EACH)), ROWS_THREADS, stream, dep, t, n); };
+    auto solve = [&] { return launch_pooled(solve_bytes<128>(), prompt_solve<128>, dim3(unsigned(rows / CHUNK), 16), SOLVE_THREADS, stream, dep, t, n); };
+    auto walk = [&] { return launch_pooled(walk_bytes<128, 32>(), prompt_walk<128, 32>, dim3(4, 32), WALK_THREADS<32>, stream, dep, t, n); };
+    auto norm = [&] { return launch(prompt_norm<T>, dim3(unsigned(rows * 32 / (PROMPT_NORM_THREADS / 32))), PROMPT_NORM_THREADS, stream, dep, t, n); };
+    auto said = [](const char* error) { if (error) printf("%s\n", error); };
+    printf("P = %d:", rows);
+    printf(" rows %.1f", chained_us(24, [&](int i) { at(i); said(make_rows()); }));
+    printf(", solve %.1f", chained_us(24, [&](int i) { at(i); said(solve()); }));
+    printf(", walk %.1f", chained_us(24, [&](int i) { at(i); said(walk()); }));
+    printf(", norm %.1f", chained_us(24, [&](int i) { at(i); said(norm()); }));
+    printf(", all four %.1f", chained_us(24, [&](int i) { at(i); said(make_rows()); said(solve()); said(walk()); said(norm()); }));
+    const int64_t count = int64_t(rows) * 12288;
+    printf("; silu_mul %.1f us\n", chained_us(24, [&](int i) { said(launch(silu_mul<T>, dim3(unsigned(count / 8 / SWIGLU_THREADS)), SWIGLU_THREADS, stream, dep, (const T*)pool + i * count, (const T*)pool + (24 + i) * count, count, y)); }));
+  }
+  check(cudaDeviceSynchronize(), "prompts");
+  cudaFree(f); cudaFree(counts);
+}
+
+int main(int argc, char** argv) {
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   check(cudaMalloc(&pool, pool_size * 2), "pool"); check(cudaMalloc(&x, 1 << 24), "x"); check(cudaMalloc(&y, 1 << 26), "y");
   fill<<<2048, 256>>>(pool, pool_size, 1, 0.03f); fill<<<64, 256>>>(x, 1 << 20, 2, 1.0f);
   check(cudaDeviceSynchronize(), "fill");
+  prompts();
+  if (argc > 1 && strcmp(argv[1], "prompts") == 0) return 0;
   verify<1, 8>(4096, 4096, 5); verify<2, 4>(4096, 12352, 5); verify<2, 4>(12288, 4096, 8); verify<1, 8>(160, 40, 3);
   for (bool dep : {false, true}) {
     product<1, false, 4>("gdn out", 4096, 4096, 5, dep); product<1, false, 8>("gdn out", 4096, 4096, 5, dep);
