@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,11 @@ from eagle_chain.engines.flavours import (
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.graphs import baked_weights, bound_graph, load_graph
 from eagle_chain.engines.manifest import Manifest, Plan, file_hash
-from eagle_chain.engines.memory import Estimate, check_room, estimate
+from eagle_chain.engines.memory import Estimate, chain_bytes, check_room, estimate
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import PLANS, Target, machine, source_hash
 from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.savings import savings
 from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.engines.staging import locked, staged
 from eagle_chain.engines.worker import compile_all
@@ -103,7 +105,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     needed = _needed(manifest, engines, recipe.weights)
     for line in _announcement(manifest, str(recipe.target), recipe.weights, needed):
         print(line, flush=True)
-    check_room(folder, needed, recipe.weights, None if flavour.ahead_of_time else arguments.device)
+    device = None if flavour.ahead_of_time else arguments.device
+    check_room(folder, needed, recipe.weights, device, partial(_smaller, manifest, flavour))
     report["memory"] = asdict(needed)
     if arguments.dry_run:
         print(f"would write {folder / recipe.target.folder}")
@@ -175,6 +178,12 @@ def _needed(manifest: Manifest, engines: dict[str, Engine], weights: str) -> Est
     used = {name: engine.weights for name, engine in engines.items()}
     nodes = max(len(engine.model.graph.node) for engine in engines.values())
     return estimate(manifest.specs, used, nodes, weights == "baked")
+
+
+def _smaller(manifest: Manifest, flavour: Flavour, lacking: int) -> str:
+    """What to export with to save so many bytes on the device."""
+    quantised = flavour.strongly_typed
+    return savings(manifest, lambda specs, _: chain_bytes(specs), lacking, quantised=quantised)
 
 
 def _dry_run_elsewhere(folder: Path, arguments: argparse.Namespace) -> Outcome:

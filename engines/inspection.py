@@ -21,6 +21,7 @@ from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.plans import plan_report
 from eagle_chain.engines.progress import human_bytes, progress
+from eagle_chain.engines.savings import savings
 from eagle_chain.engines.spec import (
     ITEM_BYTES,
     EngineSpec,
@@ -172,6 +173,13 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
     options = manifest.options
     weights_bytes = sum(weight.nbytes for weight in manifest.weights.values())
     state_bytes = sum(_state_bytes(pair) for pair in states.values())
+    needs = chain_needs(manifest.specs, options, manifest.trunk)
+    device = _device()
+
+    def chains(specs: Mapping[str, EngineSpec], options: Options) -> int:
+        return sum(n.total for n in chain_needs(specs, options, manifest.trunk).values())
+
+    lacking = _computed_bytes(manifest) + sum(n.total for n in needs.values()) - device["bytes"]
     return {
         "bundle": str(folder),
         "width": options.width,
@@ -207,10 +215,11 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
             "kv_per_token": kv_row_bytes(manifest.specs.values()),
             "total": _computed_bytes(manifest) + state_bytes,
             "chain": {
-                str(capacity): {**asdict(needs), "total": needs.total}
-                for capacity, needs in chain_needs(manifest.specs, options, manifest.trunk).items()
+                str(capacity): {**asdict(part), "total": part.total}
+                for capacity, part in needs.items()
             },
-            "device": _device(),
+            "device": device,
+            "smaller": savings(manifest, chains, lacking) if lacking > 0 else "",
         },
         "made_with": manifest.made_with,
         "plans": [
@@ -272,7 +281,7 @@ def memory_lines(memory: Mapping[str, Any]) -> list[str]:
     verdict = "enough" if device["bytes"] >= needed else "TOO LITTLE"
     has = f"{device['name']} has {human_bytes(device['bytes'])}, {verdict}"
     lines.append(f"needs    {human_bytes(needed)} with the weights, all capacities in use; {has}")
-    return lines
+    return [*lines, f"         enough with {memory['smaller']}"] if memory["smaller"] else lines
 
 
 def _device() -> dict[str, Any]:

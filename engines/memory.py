@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.gpu import device_info
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.savings import savings
 from eagle_chain.engines.spec import (
     ATTENTION_SCORES,
     ITEM_BYTES,
@@ -40,6 +42,11 @@ class Estimate:
         return self.weights + self.states
 
 
+def chain_bytes(specs: Mapping[str, EngineSpec]) -> int:
+    """What chains of all capacities hold together: states, inputs and outputs."""
+    return sum(map(_chain_bytes, _distinct_states(specs)))
+
+
 def estimate(
     specs: Mapping[str, EngineSpec],
     weights: Mapping[str, Iterable[TensorSpec]],
@@ -53,7 +60,7 @@ def estimate(
     build = BUILDER_BYTES + nodes * NODE_BYTES
     if baked:
         build += BAKED_COPIES * max(sum(t.nbytes for t in tensors) for tensors in weights.values())
-    return Estimate(on_device, sum(map(_chain_bytes, _distinct_states(specs))), build)
+    return Estimate(on_device, chain_bytes(specs), build)
 
 
 @dataclass(frozen=True)
@@ -98,33 +105,41 @@ def chain_needs(
 
 
 def check_load(
-    specs: Mapping[str, EngineSpec],
-    options: Options,
-    trunk: TrunkConfig,
-    weights: int,
-    free: int,
-    device: str,
+    manifest: Manifest, weights: int, free: int, device: str, *, quantised: bool = True
 ) -> None:
     """Refuse, before anything is uploaded, what this device cannot hold even at first.
 
     Args:
-        specs: Of the engines.
-        options: Of the bundle.
-        trunk: Its trunk.
+        manifest: Of the bundle.
         weights: Bytes of all weights as they are uploaded.
         free: Bytes that nobody uses on the device.
         device: Its name.
+        quantised: Whether the engines could have KV in ggml's types there.
 
     Raises:
         InputError: Weights and a chain at the smallest capacity take more than is free.
     """
-    capacity, needs = next(iter(chain_needs(specs, options, trunk).items()))
-    if weights + needs.total > free:
-        raise InputError(
-            f"the weights take {human_bytes(weights)} and a chain of {capacity} tokens "
-            f"{human_bytes(needs.total)}, {device} has {human_bytes(free)} of memory free: end "
-            "other programs on it, or export with another --dtype or a shorter --capacity"
-        )
+
+    def first(specs: Mapping[str, EngineSpec], options: Options) -> Needs:
+        return next(iter(chain_needs(specs, options, manifest.trunk).values()))
+
+    needs = first(manifest.specs, manifest.options)
+    lacking = weights + needs.total - free
+    if lacking <= 0:
+        return
+    other = savings(
+        manifest,
+        lambda specs, options: first(specs, options).total,
+        lacking,
+        shorten=0,
+        quantised=quantised,
+    )
+    raise InputError(
+        f"the weights take {human_bytes(weights)} and a chain of {manifest.options.capacities[0]} "
+        f"tokens {human_bytes(needs.total)}, {human_bytes(needs.kv)} of it KV; {device} has "
+        f"{human_bytes(free)} of memory free: end other programs on it, or export with "
+        f"{other or 'another --dtype'}"
+    )
 
 
 def _of_one_drafter(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
@@ -156,7 +171,8 @@ def _scratch(options: Options, trunk: TrunkConfig) -> int:
     linear += 6 * 4 * trunk.linear_value_heads * (trunk.linear_value_dim + 64)
     scores = trunk.attention_heads * rows * options.kv_rows
     attention = 3 * 4 * min(scores, ATTENTION_SCORES)
-    if options.profile.startswith("ort-") and options.kv_type == options.dtype:
+    own_kernels = options.profile == "ort-fused" and not options.prefill
+    if own_kernels or (options.profile.startswith("ort-") and options.kv_type == options.dtype):
         attention = 0  # never as a whole
     elif options.kv_type != options.dtype:
         attention += 4 * 4 * trunk.kv_heads * trunk.head_dim * options.kv_rows
@@ -176,7 +192,13 @@ def host_bytes_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_room(folder: Path, needed: Estimate, weights: str, device: int | None) -> None:
+def check_room(
+    folder: Path,
+    needed: Estimate,
+    weights: str,
+    device: int | None,
+    other: Callable[[int], str] = lambda lacking: "",
+) -> None:
     """Refuse, with the numbers, what cannot fit in this memory, on this disk, on this GPU.
 
     Args:
@@ -184,6 +206,7 @@ def check_room(folder: Path, needed: Estimate, weights: str, device: int | None)
         needed: What it takes.
         weights: bound or baked.
         device: The GPU that is to run it; None if that is another machine's.
+        other: What to export with to save so many bytes there, see `savings`.
     """
     host = host_bytes_available()
     if needed.build_host > host:
@@ -200,11 +223,11 @@ def check_room(folder: Path, needed: Estimate, weights: str, device: int | None)
         )
     if device is not None:
         gpu = device_info(device)
-        if needed.device > gpu.total_bytes:
+        if (lacking := needed.device - gpu.total_bytes) > 0:
             raise InputError(
                 f"running this bundle needs {human_bytes(needed.device)} on the GPU, {gpu.name} "
-                f"has {human_bytes(gpu.total_bytes)}: export with a shorter --capacity or another "
-                "--dtype"
+                f"has {human_bytes(gpu.total_bytes)}: export with "
+                f"{other(lacking) or 'another --dtype'}"
             )
 
 

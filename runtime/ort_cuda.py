@@ -143,14 +143,8 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
         model = read_bound(folder / f"{name}.onnx", manifest.options.dtype)
         sessions[name] = OrtCudaSession(model, spec, memory, library=library)
     wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
-    check_load(
-        manifest.specs,
-        manifest.options,
-        manifest.trunk,
-        sum(tensor.nbytes for tensor in wanted),
-        memory.free_bytes(),
-        memory.info.name,
-    )
+    uploaded = sum(tensor.nbytes for tensor in wanted)
+    check_load(manifest, uploaded, memory.free_bytes(), memory.info.name)
     forms = {tensor: Derived.parse(tensor.name) for tensor in wanted}
     stored = [tensor for tensor, form in forms.items() if form is None]
     made: dict[TensorSpec, Buffer] = {**upload(folder, manifest.weights, stored, memory)}

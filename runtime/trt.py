@@ -207,12 +207,11 @@ def open_sessions(
     }
     wanted = {spec for engine in engines.values() for spec in engine.weights}
     check_load(
-        manifest.specs,
-        manifest.options,
-        manifest.trunk,
+        manifest,
         sum(spec.nbytes for spec in wanted),
         memory.free_bytes(),
         memory.info.name,
+        quantised=flavour.strongly_typed,
     )
     uploaded = upload(folder, manifest.weights, sorted(wanted, key=lambda t: t.name), memory)
     for engine in engines.values():

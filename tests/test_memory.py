@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from eagle_chain.engines import cli
+from eagle_chain.engines import cli, inspection
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.manifest import Manifest, engine_specs
 from eagle_chain.engines.memory import chain_needs, check_load
+from eagle_chain.engines.savings import Held, savings
+from eagle_chain.engines.spec import EngineSpec, Options
 from eagle_chain.runtime import open_engines
+from tests import qwen_9b
 from tests.toy_pair import write_pair
 
 
@@ -60,8 +65,102 @@ def test_inspect_adds_it_up(bundle: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(bundle: Path) -> None:
     manifest = Manifest.load(bundle)
-    parts = manifest.specs, manifest.options, manifest.trunk
-    needed = chain_needs(*parts)[128].total
-    check_load(*parts, 1000, 1000 + needed, "GPU")
-    with pytest.raises(InputError, match=r"a chain of 128 tokens .*, GPU has .* free: end other"):
-        check_load(*parts, 1001, 1000 + needed, "GPU")
+    needed = chain_needs(manifest.specs, manifest.options, manifest.trunk)[128].total
+    check_load(manifest, 1000, 1000 + needed, "GPU")
+    with pytest.raises(
+        InputError, match=r"a chain of 128 tokens .* KV; GPU has .* free: end other"
+    ):
+        check_load(manifest, 1001, 1000 + needed, "GPU")
+    with pytest.raises(InputError, match=r"or export with another --dtype$"):
+        check_load(manifest, 10**9, 10**9, "GPU")  # KV is not what is large
+
+
+# --- what would save enough --------------------------------------------------------------------
+# A token of the 9B takes 32,768 bytes in bf16 and 14,848 in q8_0/q5_1, an eighth of that in its
+# draft; a cache has W = 5 rows more than its capacity.
+BF16, SAVED = 32_768 + 4_096, 32_768 + 4_096 - 14_848 - 1_856
+
+
+def nine(*capacities: int, head_dim: int = 256, **options: Any) -> Manifest:
+    """A manifest of the 9B's sizes, as far as memory needs it."""
+    *smaller, largest = capacities
+    chosen = Options(5, largest, "bf16", "ort-fused", smaller=tuple(smaller), **options)
+    trunk, draft = (replace(config, head_dim=head_dim) for config in qwen_9b.configs())
+    specs = engine_specs(trunk, draft, chosen)
+    return Manifest(
+        trunk=trunk,
+        draft=draft,
+        options=chosen,
+        specs=specs,
+        graphs={},
+        files={},
+        weights={},
+        ignored={},
+        made_with={},
+        arguments=(),
+    )
+
+
+def kv_bytes(manifest: Manifest) -> Held:
+    def held(specs: Mapping[str, EngineSpec], options: Options) -> int:
+        return sum(part.kv for part in chain_needs(specs, options, manifest.trunk).values())
+
+    return held
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        (2 * 10**9, "--kv q8_0/q5_1 (saves 5.3 GB) or --capacity 207872 (saves 2.0 GB)"),
+        (262_149 * SAVED, "--kv q8_0/q5_1 (saves 5.3 GB) or --capacity 118720 (saves 5.3 GB)"),
+        (262_149 * SAVED + 1, "--capacity 118720 (saves 5.3 GB)"),
+        (9_600_000_000, "--capacity 1664 (saves 9.6 GB)"),
+        (9_663_000_000, ""),
+    ],
+)
+def test_it_names_what_saves_enough(lacking: int, words: str) -> None:
+    manifest = nine(262_144)
+    assert kv_bytes(manifest)(manifest.specs, manifest.options) == 262_149 * BF16
+    assert savings(manifest, kv_bytes(manifest), lacking) == words
+
+
+@pytest.mark.parametrize(
+    ("manifest", "options", "words"),
+    [
+        # all of KV saves 393,226 rows times SAVED, the rest are 64,256 rows less
+        (nine(131_072, 262_144), {}, "--kv q8_0/q5_1 --capacity 131072,197888 (saves 9.0 GB)"),
+        (nine(131_072, 524_288), {"shorten": 0}, "--kv q8_0/q5_1 (saves 13.2 GB)"),
+        (nine(524_288, kv="q8_0/q5_1"), {}, ""),
+        (nine(524_288), {"quantised": False}, "--capacity 280128 (saves 9.0 GB)"),
+        (
+            nine(1_048_576, kv="fp32", head_dim=80),  # 23,040 bytes a token
+            {},
+            "--kv bf16 (saves 12.1 GB) or --capacity 657920 (saves 9.0 GB)",
+        ),
+    ],
+    ids=["both", "smallest", "no smaller type", "no int8", "heads of 80"],
+)
+def test_it_names_what_there_is(manifest: Manifest, options: Any, words: str) -> None:
+    assert savings(manifest, kv_bytes(manifest), 9 * 10**9, **options) == words
+
+
+def test_a_long_context_that_does_not_fit_is_told_what_would() -> None:
+    manifest = nine(262_144)
+    with pytest.raises(InputError, match=r"9\.7 GB of it KV; GPU has 24\.0 GB .* export with --kv"):
+        check_load(manifest, 18 * 10**9, 24 * 10**9, "GPU")
+    check_load(nine(262_144, kv="q8_0/q5_1"), 18 * 10**9, 24 * 10**9, "GPU")
+
+
+def test_inspect_tells_what_would_be_enough(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another KV type would be read into more scratch memory here than it saves."""
+    manifest = Manifest.load(bundle)
+    parts = chain_needs(manifest.specs, manifest.options, manifest.trunk).values()
+    monkeypatch.setattr(inspection, "_computed_bytes", lambda manifest: 1000)
+    free = 1000 + sum(part.total for part in parts) - 100_000
+    monkeypatch.setattr(inspection, "_device", lambda: {"name": "GPU", "bytes": free})
+    capsys.readouterr()
+    assert cli.main(["inspect", str(bundle)]) == 0
+    words = capsys.readouterr().out
+    assert "TOO LITTLE\n         enough with --capacity 128,448 (saves " in words
