@@ -20,7 +20,8 @@ from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.lowering import Portable
 from eagle_chain.export.sampling import sample
 from eagle_chain.export.standard import Standard
-from eagle_chain.runtime import load
+from eagle_chain.runtime import Engines, load, open_engines
+from eagle_chain.runtime.exactness import Script
 from eagle_chain.runtime.request import Options
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -248,3 +249,85 @@ def test_a_prompt_in_wide_calls_leads_to_the_same_draws(tmp_path: Path) -> None:
     options: Options = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
     assert chain.generate(prompt, k=0, **options).stats.trunk_calls < 30
     assert chain.generate(prompt, k=0, **options).tokens == chain.generate(prompt, **options).tokens
+
+
+# --- while a sequence moves from capacity to capacity --------------------------------------------
+
+SIZES, LONG, NEW = (40, 52, 80), [*range(100, 133)], 44
+
+
+@pytest.fixture(scope="module", params=["fp32", "q8_0/q5_1"])
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    folder = tmp_path_factory.mktemp("grown") / "b"
+    words = [str(DEMO / "trunk"), str(DEMO / "draft"), "-o", str(folder), "--kv", request.param]
+    options = ["--capacity", ",".join(map(str, SIZES)), "--sampling", "--prefill", "32"]
+    assert command(["export", *words, *options]) == 0
+    return open_engines(folder, threads=1)
+
+
+@pytest.fixture(scope="module")
+def drawn(grown: Engines) -> list[int]:
+    """What plain decoding draws."""
+    return grown.chain(drafter="none").generate(LONG, k=0, **DRAWING).tokens
+
+
+DRAWING: Options = {"max_new_tokens": NEW, "temperature": 0.6, "seed": 6, "stop_ids": ()}
+
+
+def test_every_capacity_draws_by_the_numbers_of_the_positions(grown: Engines) -> None:
+    chain = grown.chain(drafter="none")
+    list(chain.stream(LONG, **{**DRAWING, "seed": 1}))  # other numbers are in the tables now
+    visited = {chain.cache.capacity for _ in chain.rounds(LONG, k=0, **DRAWING)}
+    assert visited == set(SIZES)
+    numbers = np.random.Generator(np.random.Philox(key=6)).random(SIZES[-1] + 5, np.float32)
+    for rung, size in zip(chain._ladder._rungs, SIZES, strict=True):
+        assert rung is not None
+        table = rung.cache.inputs[0]["uniform"].read()
+        assert table.tobytes() == numbers[: size + 5].tobytes()
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "mtp", "ngram"])
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_drafts_change_no_draw_across_capacities(
+    grown: Engines, drawn: list[int], drafter: Any, k: Any
+) -> None:
+    chain = grown.chain(drafter=drafter)
+    result = chain.generate(LONG, k=k, **DRAWING)
+    assert result.tokens == drawn and chain.cache.capacity == SIZES[-1]
+    assert result.stats.accepted > 0
+
+
+@pytest.mark.parametrize("rollback", ["log", "replay"])
+def test_accepted_counts_are_the_script_s_across_capacities(
+    grown: Engines, drawn: list[int], rollback: Any
+) -> None:
+    chain = grown.chain(drafter="none", rollback=rollback)
+    script = chain.drafter = Script(chain)
+    script.truth = [*LONG, *drawn]
+    tokens, seen = list[int](), Counter[int]()
+    for round in chain.rounds(LONG, k=4, **DRAWING):
+        tokens += round.tokens
+        if round.drafted:
+            assert round.accepted == script.planned
+            seen[round.accepted] += 1
+    assert tokens == drawn and min(seen[count] for count in range(5)) >= 1
+
+
+@pytest.mark.parametrize("kept", [2, 9, 30])
+def test_draws_go_on_from_a_prefix_file(
+    grown: Engines, drawn: list[int], kept: int, tmp_path: Path
+) -> None:
+    """Saved at each capacity; taken up by a chain that has drawn by other numbers before."""
+    first = grown.chain()
+    assert first.generate(LONG, **{**DRAWING, "max_new_tokens": kept}).tokens == drawn[:kept]
+    first.save(tmp_path / "prefix")
+    rest: Options = {**DRAWING, "max_new_tokens": NEW - kept, "append": True}
+    want = first.generate(drawn[kept - 1 : kept], **rest)
+    chain = grown.chain()
+    chain.generate(LONG, **{**DRAWING, "seed": 2})  # other numbers are in the tables now
+    for k in (4, "auto", 0):
+        chain.restore(tmp_path / "prefix")
+        assert chain.cache.pending == drawn[kept - 1]
+        result = chain.generate([drawn[kept - 1]], k=k, **rest)  # type: ignore[misc]
+        assert result.tokens == want.tokens == drawn[kept:]
+        assert k != 4 or result.stats.accepted == want.stats.accepted
