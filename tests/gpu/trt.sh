@@ -2,11 +2,11 @@
 # TensorRT on a GPU, from checkpoints to timings: OUT/results.json and what each stage prints.
 #
 #   tests/gpu/trt.sh prepare OUT            bundles of the demo pair and of a four-layer 9B slice, and
-#                                           what PyTorch gives for them ($TORCH, default python3)
+#                                           recordings of what PyTorch gives for them ($TORCH, python3)
 #   tests/gpu/trt.sh run OUT [options of trt_series.py]            in the Python that has TensorRT
 #                                           ($PYTHON, default python3), with its own environment
 #
-# Both need numpy, onnx and onnx-ir; EXTRA may name a folder that has what a Python lacks.
+# Both need numpy, onnx, onnx-ir, Polygraphy and rich; EXTRA may name a folder that has what a Python lacks.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 verb=$1 out=$(realpath -m "$2")
@@ -26,15 +26,15 @@ if [ "$verb" = prepare ]; then
       bundle=$out/$pair-$dtype
       torch -m eagle_chain.engines export "$folder/trunk" "$folder/draft" -o "$bundle" \
         --dtype "$dtype" --capacity 128 --debug logits "${aux[@]}"
-      [ -f "$out/$pair.npz" ] ||
-        torch "$root/tests/gpu/trt_references.py" "$bundle" "$out/$pair.npz"
+      [ -d "$out/$pair-recording" ] ||
+        torch -m eagle_chain.engines record "$bundle" -o "$out/$pair-recording" --part
     done
   done
 else
   cd "$root"
   bundles=()
   for name in demo-fp32 demo-fp16 slice-fp16; do
-    [ -d "$out/$name" ] && bundles+=(--bundle "$name=$out/$name,$out/${name%-*}.npz")
+    [ -d "$out/$name" ] && bundles+=(--bundle "$name=$out/$name,$out/${name%-*}-recording")
   done
   PYTHONPATH=$path:${PYTHONPATH:-} "${PYTHON:-python3}" tests/gpu/trt_series.py "$out" "${bundles[@]}" "$@"
 fi

@@ -1,11 +1,11 @@
-"""TensorRT on a GPU: parity with saved PyTorch outputs, the chain, the 9B's shapes by the clock.
+"""TensorRT on a GPU: parity with a recording, the chain, the 9B's shapes by the clock.
 
-    python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,REFERENCES.npz ... [--layers 32]
+    python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,RECORDING ... [--layers 32]
         [--level 2] [--seconds 540] [--only STAGE,...] [--pins fp32|products|all] [--cublas]
 
 One process, stages in order of worth; each prints its result at once and adds it to
 OUT/results.json, and a stage that fails does not end the others. Needs TensorRT, cuda-python, onnx,
-onnx-ir and, for the comparisons, Polygraphy; no PyTorch. See `trt_references.py` for REFERENCES and
+onnx-ir, Polygraphy and rich; no PyTorch. RECORDING is what `eagle-chain record` wrote; see
 `trt_variant.py` for the last two options.
 """
 
@@ -20,14 +20,14 @@ import resource
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eagle_chain.engines import worker
+from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.cli import main as command
 from eagle_chain.engines.compiler import Job, Request
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
@@ -57,12 +57,10 @@ from tests import qwen_9b
 from tests.gpu import trt_variant
 from tests.gpu.trt_variant import PINS
 
-Arrays = dict[str, np.ndarray[Any, Any]]
 POSITION = 1000
 VARIANT = trt_variant.__file__
-# Root mean square of the error over that of the values: fp32 sums in another order; fp16 rounds
-# activations and KV to 11 bits through the layers.
-TOLERANCE = {"fp32": 2e-4, "fp16": 2e-2}
+PROMPTS = ([5, 9, 2], [7, 7, 7, 1, 30, 4, 12, 3], list(range(40, 57)))
+NEW_TOKENS = 48
 
 
 class Series:
@@ -116,35 +114,37 @@ class Series:
             found["some"] = sorted({line[:200] for line in log})[:6]
         return found
 
-    def parity(self, bundle: Path, references: Path) -> Any:
-        """Every output of every engine against PyTorch, by Polygraphy."""
-        engines = open_engines(bundle, "tensorrt")
-        return compare(engines, dict(np.load(references)))
+    def parity(self, bundle: Path, recording: Path) -> Any:
+        """Every output of every engine against PyTorch."""
+        words = ["--backend", "tensorrt", "--load", str(recording)]
+        report = dispatch(["parity", str(bundle), *words]).report
+        worst: dict[str, float] = {}
+        for tensor in report["tensors"]:
+            if tensor["worst"] is not None:
+                kind = f"{tensor['engine']} {tensor['kind']}"
+                worst[kind] = max(worst.get(kind, 0.0), float(tensor["worst"]["error"]))
+        return {name: report[name] for name in ("passed", "first_fault")} | {"worst": worst}
 
-    def chains(self, bundle: Path, references: Path) -> Any:
+    def chains(self, bundle: Path) -> Any:
         """Tokens: plain, drafted, replayed as graphs and not, whole rounds, two chains at once."""
-        manifest, saved = Manifest.load(bundle), np.load(references)
+        manifest = Manifest.load(bundle)
         engines = open_engines(bundle, "tensorrt")
         memory, plain_sessions = open_sessions(bundle, manifest, "tensorrt", graphs=False)
         ungraphed = dataclasses.replace(engines, memory=memory, sessions=plain_sessions)
         found: dict[str, Any] = {}
-        for i in range(3):
-            prompt, wanted = saved[f"prompt{i}"].tolist(), saved[f"tokens{i}"].tolist()
-            plain = tokens(engines.chain(), prompt, 0, len(wanted))
-            result: dict[str, Any] = {"as_pytorch": same(plain, wanted)}
+        for i, prompt in enumerate(PROMPTS):
+            plain = tokens(engines.chain(), prompt, 0)
+            result: dict[str, Any] = {}
             for k in (1, 4):
                 chain = engines.chain()
-                result[f"k{k}"] = same(tokens(chain, prompt, k, len(wanted)), plain)
-                result[f"k{k}_again"] = same(tokens(chain, prompt, k, len(wanted)), plain)
+                result[f"k{k}"] = same(tokens(chain, prompt, k), plain)
+                result[f"k{k}_again"] = same(tokens(chain, prompt, k), plain)
                 host = engines.chain(ahead=False)
-                result[f"host_k{k}"] = same(tokens(host, prompt, k, len(wanted)), plain)
-            result["no_graphs"] = same(
-                tokens(ungraphed.chain(ahead=False), prompt, 4, len(wanted)), plain
-            )
-            replay = engines.chain(rollback="replay")
-            result["replay"] = same(tokens(replay, prompt, 4, len(wanted)), plain)
+                result[f"host_k{k}"] = same(tokens(host, prompt, k), plain)
+            result["no_graphs"] = same(tokens(ungraphed.chain(ahead=False), prompt, 4), plain)
+            result["replay"] = same(tokens(engines.chain(rollback="replay"), prompt, 4), plain)
             found[f"prompt{i}"] = result
-        found["interleaved"] = interleaved(engines, saved)
+        found["interleaved"] = interleaved(engines)
         return found
 
     def soak(self, bundle: Path) -> Any:
@@ -357,99 +357,8 @@ def buffers(session: Any, *, in_place: bool) -> dict[str, Buffer]:
     return tensors
 
 
-def values(buffer: Buffer) -> np.ndarray[Any, Any]:
-    """The contents as floats, or as the integers they are."""
-    found = buffer.read()
-    if buffer.spec.dtype == "bf16":
-        return (found.astype(np.uint32) << 16).view(np.float32)
-    return found if buffer.spec.dtype == "int32" else found.astype(np.float32)
-
-
-def compare(engines: Engines, saved: Arrays) -> dict[str, Any]:
-    """Feed every engine what the reference was fed, its own states carried on, and compare all."""
-    dtype = engines.manifest.options.dtype
-    found: dict[str, Any] = {"tolerance": TOLERANCE[dtype]}
-    for name in engines.sessions:
-        if name == "draft_step":  # goes on from the states of `draft`
-            continue
-        names = ("draft", "draft_step") if name == "draft" else (name,)
-        got = list(calls(engines, names, saved))
-        want = [
-            {key.split(".out.")[1]: saved[key] for key in saved if key.startswith(f"{i}.{n}.out.")}
-            for i in range(9)
-            for n in names
-        ]
-        found[name] = polygraphy(want, got, TOLERANCE[dtype])
-    return found
-
-
-def calls(engines: Engines, names: tuple[str, ...], saved: Arrays) -> Iterator[Arrays]:
-    """Run the reference's calls; the engines in `names` share their states."""
-    sides: dict[str, tuple[Buffer, Buffer]] = {}
-    memory = engines.memory
-    for pair in engines.sessions[names[0]].spec.states:
-        first = memory.allocate(pair.tensors[0])
-        sides[pair.input] = (first, first if pair.in_place else memory.allocate(pair.tensors[1]))
-    bindings = {}
-    for name in names:
-        session = engines.sessions[name]
-        for parity in (0, 1):
-            spec = session.spec
-            tensors = {t.name: memory.allocate(t) for t in (*spec.inputs, *spec.outputs)}
-            for pair in spec.states:
-                tensors[pair.input] = sides[pair.input][parity]
-                tensors[pair.output] = sides[pair.input][1 - parity]
-            bindings[name, parity] = (session.bind(tensors), tensors)
-    for i in range(9):
-        for name in names:
-            binding, tensors = bindings[name, i % 2]
-            session = engines.sessions[name]
-            for tensor in session.spec.inputs:
-                fed = saved[f"{i}.{name}.in.{tensor.name}"]
-                if tensor.dtype == "bf16":
-                    fed = (fed.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-                tensors[tensor.name].write(fed)
-            binding.run()
-            yield {t.name: values(tensors[t.name]) for t in session.spec.all_outputs}
-
-
-def polygraphy(want: list[Arrays], got: list[Arrays], tolerance: float) -> dict[str, Any]:
-    """Polygraphy's verdict: every float within `tolerance` of its tensor's size, ids equal."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    from polygraphy.comparator import Comparator, CompareFunc, RunResults
-    from polygraphy.logger import G_LOGGER
-
-    G_LOGGER.module_severity = G_LOGGER.CRITICAL
-    worst: dict[str, float] = {}
-    differ: dict[str, int] = {}
-    passed = True
-    for expected, found in zip(want, got, strict=True):
-        names = [name for name in expected if name in found]
-        results = RunResults()
-        results.add([{n: expected[n] for n in names}], runner_name="PyTorch")
-        results.add([{n: found[n] for n in names}], runner_name="TensorRT")
-        size = {n: float(np.sqrt(np.square(expected[n], dtype=np.float64).mean())) for n in names}
-        limits = {
-            n: 0.0 if expected[n].dtype.kind == "i" else max(8 * tolerance * size[n], 1e-6)
-            for n in names
-        }
-        verdict = Comparator.compare_accuracy(
-            results, compare_func=CompareFunc.simple(atol=limits, rtol=tolerance)
-        )
-        passed = passed and bool(verdict)
-        for name in names:
-            error = np.abs(expected[name].astype(np.float64) - found[name])
-            if expected[name].dtype.kind == "i":
-                differ[name] = differ.get(name, 0) + int((error > 0).sum())
-            else:
-                share = float(np.sqrt(np.square(error).mean()) / max(size[name], 1e-12))
-                kind = name.split(".", 2)[-1] if name.startswith("layers.") else name
-                worst[kind] = max(worst.get(kind, 0.0), share)
-    return {"passed": passed, "worst_rms": worst, "ids_differ": differ}
-
-
-def tokens(chain: Chain, prompt: list[int], k: int, count: int) -> list[int]:
-    return list(chain.generate(prompt, max_new_tokens=count, k=k, stop_ids=()).tokens)
+def tokens(chain: Chain, prompt: list[int], k: int) -> list[int]:
+    return chain.generate(prompt, max_new_tokens=NEW_TOKENS, k=k, stop_ids=()).tokens
 
 
 def same(one: list[int], other: list[int]) -> Any:
@@ -462,13 +371,14 @@ def same_bits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     return one.tobytes() == other.tobytes()
 
 
-def interleaved(engines: Engines, saved: Any) -> bool:
+def interleaved(engines: Engines) -> bool:
     """Two requests in turn on two chains over one set of engines, against one after the other."""
-    prompts = [saved["prompt0"].tolist(), saved["prompt1"].tolist()]
-    alone = [tokens(engines.chain(), prompt, 4, 40) for prompt in prompts]
-    open_ = [engines.chain().rounds(p, max_new_tokens=40, k=4, stop_ids=()) for p in prompts]
+    prompts = PROMPTS[:2]
+    alone = [tokens(engines.chain(), prompt, 4) for prompt in prompts]
+    options = {"max_new_tokens": NEW_TOKENS, "k": 4, "stop_ids": ()}
+    open_ = [engines.chain().rounds(prompt, **options) for prompt in prompts]
     out: list[list[int]] = [[], []]
-    while any(len(o) < 40 for o in out):
+    while any(len(o) < NEW_TOKENS for o in out):
         for i, request in enumerate(open_):
             step = next(request, None)
             out[i] += step.tokens if step else ()
@@ -478,7 +388,7 @@ def interleaved(engines: Engines, saved: Any) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=lambda text: Path(text).resolve())
-    parser.add_argument("--bundle", action="append", default=[], metavar="NAME=BUNDLE,REFERENCES")
+    parser.add_argument("--bundle", action="append", default=[], metavar="NAME=BUNDLE,RECORDING")
     parser.add_argument("--layers", type=int, nargs="*", default=[])
     parser.add_argument("--level", type=int)
     parser.add_argument("--seconds", type=float, default=540)
@@ -493,11 +403,11 @@ def main() -> None:
     stages: list[tuple[str, Callable[[], Any], float]] = [("device", s.device, 5)]
     for word in arguments.bundle:
         name, _, paths = word.partition("=")
-        bundle, references = (Path(p).resolve() for p in paths.split(","))
+        bundle, recording = (Path(p).resolve() for p in paths.split(","))
         stages += [
             (f"{name}-build", lambda b=bundle: s.build(b), 60),
-            (f"{name}-parity", lambda b=bundle, r=references: s.parity(b, r), 15),
-            (f"{name}-chains", lambda b=bundle, r=references: s.chains(b, r), 20),
+            (f"{name}-parity", lambda b=bundle, r=recording: s.parity(b, r), 15),
+            (f"{name}-chains", lambda b=bundle: s.chains(b), 20),
             (f"{name}-aliasing", lambda b=bundle: s.aliasing(b), 10),
             (f"{name}-soak", lambda b=bundle: s.soak(b), 20),
             (f"{name}-baked", lambda b=bundle: s.baked(b), 120),
