@@ -63,16 +63,24 @@ def bound_graph(
     """The graph with its weights as inputs, and what must be uploaded to them.
 
     A weight enters in the dtype it is computed in, `dtype` or fp32, whatever the checkpoint stores.
+
+    Raises:
+        InputError: A weight is of a dtype that no export has.
     """
     bound = with_bound_weights(model, converted=dtype)
     states = {t.name for t in spec.all_inputs}
     weights = []
     for value in bound.graph.input:
+        if value.name in states:
+            continue
         kind = value.type.tensor_type
-        dtype = _DTYPES.get(kind.elem_type, f"ONNX dtype {kind.elem_type}")
-        if value.name not in states:
-            shape = tuple(axis.dim_value for axis in kind.shape.dim)
-            weights.append(TensorSpec(value.name, dtype, shape))
+        if kind.elem_type not in _DTYPES:
+            raise InputError(
+                f"{spec.name}.onnx: {value.name} is of ONNX's dtype {kind.elem_type}, expected "
+                f"{', '.join(_DTYPES.values())}; export the bundle again"
+            )
+        shape = tuple(axis.dim_value for axis in kind.shape.dim)
+        weights.append(TensorSpec(value.name, _DTYPES[kind.elem_type], shape))
     return bound, weights
 
 

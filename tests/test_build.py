@@ -386,10 +386,23 @@ def forged(bundle: Path, change: Any) -> None:
     path.write_text(json.dumps(data))
 
 
+def of_doubles(content: bytes) -> bytes:
+    """The graph with every weight stored in fp64 and every cast to it."""
+    model = onnx.load_from_string(content)
+    for tensor in model.graph.initializer:
+        tensor.data_type = onnx.TensorProto.DOUBLE
+    for node in model.graph.node:
+        if node.op_type == "Cast":
+            node.attribute[0].i = onnx.TensorProto.DOUBLE
+    changed: bytes = model.SerializeToString()
+    return changed
+
+
 FORGERIES = {
     "no graph": lambda content: b"not a graph",
     "names that are no text": lambda c: c.replace(b"draft.fc.weight", b"draft.\xc7c.weight"),
     "places that are no text": lambda c: c.replace(b"weights/draft/", b"\xff" * 14),
+    "weights in fp64": of_doubles,
     "another weight": lambda c: c.replace(b"draft.fc.weight", b"draft.fx.weight"),
 }
 
