@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import phases
-from eagle_chain.runtime.adaptive import Drafts
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.diagnosis import likely_cause
 from eagle_chain.runtime.request import Options
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
 
 COLUMNS = 74  # of a line of a summary, so that a short mark in front of it fits on a terminal
 FINISHES = {"eos": "end of text", "length": "limit reached", "capacity": "capacity reached"}
@@ -97,16 +99,13 @@ def answer(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     *,
-    max_new_tokens: int,
-    k: Drafts,
     check: bool,
     show: Show,
-    temperature: float = 0.0,
-    seed: int = 0,
     drafter: str = "eagle",
     draft_kv: str = "kept",
     prefix: Path | None = None,
     save_prefix: Path | None = None,
+    **options: Unpack[Options],
 ) -> Answer:
     """Run a request, showing its text while it comes.
 
@@ -114,16 +113,13 @@ def answer(
         chain: Runs it; `check` runs it a second time with no drafts.
         tokenizer: Turns tokens into text.
         prompt: Token ids.
-        max_new_tokens: Budget.
-        k: Drafts per round, None for as many as the bundle allows, "auto" to choose per round.
         check: Whether to compare with plain greedy decoding.
         show: Called with every piece of text.
-        temperature: As in `Chain.stream`, like the next.
-        seed: See there.
         drafter: Who guesses on this chain, for warnings.
         draft_kv: With which memory.
         prefix: File of a sequence that the prompt continues.
         save_prefix: File for the sequence as the prompt leaves it.
+        **options: As in `Chain.stream`.
 
     Raises:
         InputError: The request does not fit, the model gives no finite logits, or a file cannot be
@@ -140,13 +136,7 @@ def answer(
     try:
         if prefix is not None:
             chain.restore(prefix)
-        options: Options = {
-            "max_new_tokens": max_new_tokens,
-            "k": k,
-            "append": prefix is not None,
-            "temperature": temperature,
-            "seed": seed,
-        }
+        options["append"] = prefix is not None
         for round in _rounds(chain, prompt, options):
             if save_prefix is not None and round.prompt_tokens:
                 chain.save(save_prefix)

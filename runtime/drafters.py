@@ -7,7 +7,7 @@ is known: the next prompt token, the pending one, or whatever the caller continu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -118,8 +118,7 @@ class EagleDrafter:
         self.encoded = encoder is not None
         if cache.width < 2:
             raise InputError("a trunk of width 1 has no row for a draft: export with --width 5")
-        kv = cache.claim(draft.spec.states)
-        self.kv = kv
+        self.kv = cache.claim(draft.spec.states)
         allocate = draft.memory.allocate
         read = "features" if encoder else "hidden"
         self._read = [outputs[read] for outputs in cache.outputs]
@@ -127,17 +126,15 @@ class EagleDrafter:
         self._ids: list[int] = []  # the token behind each of them
         self._start = 0  # where the first of them stands
         encoded = allocate(encoder.spec.outputs[0]) if encoder else None
-        self._g = [rows if encoded is None else encoded for rows in self._read]
-        zero = allocate(TensorSpec("row", "int32", (1,)))
+        self._g = [encoded or rows for rows in self._read]
+        self._late = {t.name: allocate(t) for t in draft.spec.inputs if t.name != "g"}
+        self._late["g"] = encoded or self._aside
         self._first: dict[str, Buffer] = {}  # the one row of a scratch round
         if self.scratch:
             self._first = {t.name: allocate(t) for t in draft_step.spec.inputs}
-        self._late = {t.name: allocate(t) for t in draft.spec.inputs if t.name != "g"}
-        self._late["g"] = self._aside if encoded is None else encoded
-        # guess j leaves its recurrence and position where guess j + 1 enters, and its token in row
-        # j + 1 of the trunk's ids, where that guess and the trunk read it
         left = [t for t in draft.spec.outputs if t.name != "token"]
         guesses = [{t.name: allocate(t) for t in left} for _ in range(cache.width - 1)]
+        row = allocate(TensorSpec("row", "int32", (1,)))  # 0
 
         def encode(rows: Buffer) -> list[Part]:
             if encoder is None or encoded is None:
@@ -146,32 +143,37 @@ class EagleDrafter:
 
         self._runs: list[list[Part]] = []
         self._late_runs: list[list[Part]] = []
+        self._lead = 1 if encoder is None else 2  # runs up to the first guess
         for parity in (0, 1):
-            ids, outputs = cache.inputs[parity]["ids"], cache.outputs[parity]
-            tokens = [ids.rows(j) for j in range(1, cache.width)]
-            entry: dict[str, Buffer] = self._first or {
-                "ids": outputs["next_ids"],
-                "g": self._g[parity],
-                "position": cache.inputs[1 - parity]["position"],  # of the call before
-                "row": outputs["accepted"],
-            }
-            first = {**guesses[0], "token": tokens[0], **kv}
-            extend = (draft_step if self.scratch else draft).bind({**entry, **first})
-            runs = [*encode(outputs[read]), (draft.spec.name, extend)]
-            self._lead = len(runs)
-            for j in range(1, cache.width - 1):
-                before = guesses[j - 1]
-                tensors = {
-                    "ids": tokens[j - 1],
-                    "g": before["g_next"],
-                    "position": before["next_position"],
-                    "row": zero,
-                }
-                tensors |= {**guesses[j], "token": tokens[j], **kv}
-                runs.append((draft_step.spec.name, draft_step.bind(tensors)))
-            self._runs.append(runs)
-            late = draft.bind({**self._late, **first})
+            (reads, writes), *later = self._guesses(parity, guesses, row)
+            extend = (draft_step if self.scratch else draft).bind({**reads, **writes})
+            late = draft.bind({**self._late, **writes})
+            steps = [(draft_step.spec.name, draft_step.bind({**r, **w})) for r, w in later]
+            read_now = encode(self._read[parity])
+            self._runs.append([*read_now, (draft.spec.name, extend), *steps])
             self._late_runs.append([*encode(self._aside), (draft.spec.name, late)])
+
+    def _guesses(
+        self, parity: int, left: Sequence[dict[str, Buffer]], row: Buffer
+    ) -> Iterator[tuple[dict[str, Buffer], dict[str, Buffer]]]:
+        """What each guess of a round reads and writes.
+
+        It leaves its recurrence and position where the next one enters, and its token in the row of
+        the trunk's ids where that one and the trunk read it.
+        """
+        cache = self.cache
+        ids, outputs = cache.inputs[parity]["ids"], cache.outputs[parity]
+        reads = self._first or {
+            "ids": outputs["next_ids"],
+            "g": self._g[parity],
+            "position": cache.inputs[1 - parity]["position"],  # of the call before
+            "row": outputs["accepted"],
+        }
+        for j, states in enumerate(left, 1):
+            token = ids.rows(j)
+            yield reads, {**states, "token": token, **self.kv}
+            position = states["next_position"]
+            reads = {"ids": token, "g": states["g_next"], "position": position, "row": row}
 
     def parts(self, parity: int, k: int) -> Sequence[Part]:
         """The extend and k - 1 steps; scratch rounds copy a row that the host must choose."""
