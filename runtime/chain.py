@@ -1,4 +1,4 @@
-"""A chain as its users hold it: requests over one sequence, one at a time, and its snapshots.
+"""The chain that users hold: requests over one sequence, one at a time, and its snapshots.
 
 The algorithm is in `decoder.py`; here arguments are checked and threads kept apart.
 """

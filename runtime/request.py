@@ -1,4 +1,4 @@
-"""What is asked of a chain: a prompt and its options, refused here if they make no sense."""
+"""A request to a chain: a prompt and its options, checked here."""
 
 from __future__ import annotations
 
