@@ -7,14 +7,12 @@ are both named. All problems of one file come in one error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Any, TypeVar
+from typing import Any
 
 from eagle_chain.engines.aux_layers import read_aux
-from eagle_chain.engines.draft_keys import DRAFT_TYPES as DRAFT_TYPES
 from eagle_chain.engines.draft_keys import draft_places, read_variant
-from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import (
     Place,
     Reader,
@@ -24,7 +22,6 @@ from eagle_chain.engines.fields import (
     raise_all,
     show,
 )
-from eagle_chain.engines.fields import read_json as read_json
 from eagle_chain.engines.overrides import NONE, ROPE_THETA, DraftOverrides
 
 TRUNK_TYPES = ("qwen3_5", "qwen3_5_text")
@@ -71,8 +68,6 @@ LINEARS = (
     *(f"midlayer.self_attn.{part}_proj" for part in "qkvo"),
     *(f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down")),
 )
-
-Config = TypeVar("Config", "TrunkConfig", "DraftConfig")
 
 
 @dataclass(frozen=True)
@@ -180,15 +175,6 @@ class TrunkConfig:
         read.problems += _problems(read.values, KEYS)
         read.finish()
         return TrunkConfig(**read.values)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, strings and lists, for a manifest."""
-        return _to_plain(self)
-
-    @staticmethod
-    def from_plain(data: Mapping[str, Any], where: str) -> TrunkConfig:
-        """Inverse of `to_plain`; refuses missing, unknown and bad values."""
-        return _from_plain(TrunkConfig, data, where)
 
 
 @dataclass(frozen=True)
@@ -304,31 +290,6 @@ class DraftConfig:
         read.problems += _problems(read.values, KEYS)
         read.finish()
         return DraftConfig(**read.values)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, strings and lists, for a manifest."""
-        return _to_plain(self)
-
-    @staticmethod
-    def from_plain(data: Mapping[str, Any], where: str) -> DraftConfig:
-        """Inverse of `to_plain`; refuses missing, unknown and bad values."""
-        return _from_plain(DraftConfig, data, where)
-
-
-def _to_plain(config: TrunkConfig | DraftConfig) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items()}
-
-
-def _from_plain(kind: type[Config], data: Mapping[str, Any], where: str) -> Config:
-    names = {field.name for field in fields(kind)}
-    if data.keys() != names:
-        lacks, extra = sorted(names - data.keys()), sorted(data.keys() - names)
-        raise InputError(f"{where}: missing {lacks}, unknown {extra}; was it written by us?")
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    try:
-        return kind(**values)
-    except (InputError, TypeError) as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _problems(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:

@@ -30,6 +30,7 @@ from eagle_chain.engines.spec import (
     TensorSpec,
     kv_row_bytes,
 )
+from eagle_chain.engines.strict_json import encode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,8 +190,8 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "kv": options.kv_type,
         "profile": options.profile,
         "debug": list(options.debug),
-        "trunk": manifest.trunk.to_plain(),
-        "draft": manifest.draft.to_plain() if manifest.draft else None,
+        "trunk": encode(manifest.trunk),
+        "draft": encode(manifest.draft),
         "overrides": list(manifest.overrides.words()),
         "mtp": manifest.mtp,
         "aux_layers": list(manifest.aux_layers),

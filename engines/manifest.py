@@ -18,12 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
-from eagle_chain.engines.contract import engine_specs as engine_specs
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import parse_json
 from eagle_chain.engines.files import open_plain, read_plain
 from eagle_chain.engines.overrides import NONE, DraftOverrides
-from eagle_chain.engines.spec import PROFILES as PROFILES
 from eagle_chain.engines.spec import EngineSpec, Options, check_options
 from eagle_chain.engines.strict_json import decode, dumps, encode, listed, shown
 

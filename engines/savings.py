@@ -6,8 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import EngineSpec, Options
 

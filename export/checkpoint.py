@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle_chain.engines.config import DraftConfig, TrunkConfig, read_json
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.fields import raise_all
+from eagle_chain.engines.fields import raise_all, read_json
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.export import draft_tensors
 from eagle_chain.export.tensor_shapes import CONV, Shape, draft_shapes, mtp_shapes, trunk_shapes

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eagle_chain.engines.config import read_json
 from eagle_chain.engines.draft_keys import is_draft
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.inspection import draft_lines, ignored_line, source_lines, trunk_line
 from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.strict_json import encode
 from eagle_chain.export.checkpoint import Checkpoint, open_draft, open_trunk
 
 
@@ -23,11 +24,11 @@ def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
     config, checkpoint = open_trunk(folder if trunk is None else trunk)
     if trunk is None:
         print(f"trunk    {trunk_line(config)}")
-        return _report("trunk", config.to_plain(), checkpoint)
+        return _report("trunk", encode(config), checkpoint)
     draft_config, checkpoint = open_draft(folder, config, checkpoint)
     for line in (*draft_lines(draft_config), *source_lines(draft_config)):
         print(line)
-    return _report("draft", draft_config.to_plain(), checkpoint)
+    return _report("draft", encode(draft_config), checkpoint)
 
 
 def _report(kind: str, config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.kv import KV_TYPES
-from eagle_chain.engines.manifest import PROFILES, Weight
-from eagle_chain.engines.spec import DTYPES, Options
+from eagle_chain.engines.manifest import Weight
+from eagle_chain.engines.spec import DTYPES, PROFILES, Options
+from eagle_chain.engines.strict_json import encode
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.tensor_shapes import draft_shapes, mtp_shapes, trunk_shapes
 
@@ -101,8 +102,8 @@ def main() -> None:
         (given.folder / f"{name}.onnx").write_bytes(model.SerializeToString())
     plain = {
         "options": asdict(options),
-        "trunk": trunk.to_plain(),
-        "draft": draft.to_plain() if draft else None,
+        "trunk": encode(trunk),
+        "draft": encode(draft),
         "mtp": mtp,
     }
     (given.folder / "shapes.json").write_text(json.dumps(plain, indent=1))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagle_chain.engines.config import DraftConfig, read_json
-from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.contract import engine_specs
+from eagle_chain.engines.fields import read_json
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.strict_json import decode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         options = options.at(arguments.capacity)
     written = []
     for name, plain in read_json(arguments.plan).items():
-        engine, draft = name.partition(".")[0], DraftConfig.from_plain(plain, name)
+        engine, draft = name.partition(".")[0], decode(DraftConfig, plain)
         graphs = build_graphs(manifest.trunk, draft, manifest.weights, options, mtp, [engine])
         spec = engine_specs(manifest.trunk, draft, options, mtp)[engine]
         check_graph(graphs[engine], spec, options.profile)

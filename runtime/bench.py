@@ -11,10 +11,9 @@ from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kv import KV_TYPES
-from eagle_chain.engines.manifest import PROFILES
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
-from eagle_chain.engines.spec import DTYPES, Options
+from eagle_chain.engines.spec import DTYPES, PROFILES, Options
 from eagle_chain.runtime.bench_engines import SHAPES, Engines, of_bundle, of_shapes
 from eagle_chain.runtime.bench_report import calls, plot, table
 from eagle_chain.runtime.cuda import CudaMemory

@@ -15,10 +15,12 @@ from pathlib import Path
 
 from eagle_chain.engines.bound import read_bound
 from eagle_chain.engines.config import HEADS, DraftConfig, TrunkConfig
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
-from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.engines.strict_json import decode
 from eagle_chain.runtime.buffers import Buffer, Memory
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
@@ -128,9 +130,8 @@ def of_shapes(
     command = [sys.executable, "-m", "eagle_chain.export.shapes", name, "-o", str(folder)]
     subprocess.run([*command, *(str(w) for pair in given.items() for w in pair)], check=True)
     described = json.loads((folder / "shapes.json").read_text())
-    trunk = TrunkConfig.from_plain(described["trunk"], "trunk")
-    eagle = described["draft"]
-    draft = DraftConfig.from_plain(eagle, "draft") if eagle else None
+    trunk = decode(TrunkConfig, described["trunk"])
+    draft = decode(DraftConfig, described["draft"]) if described["draft"] else None
     specs = engine_specs(trunk, draft, options, described["mtp"])
     library = None
     if options.profile == "ort-fused":

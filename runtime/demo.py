@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from eagle_chain.engines.cli import dispatch
-from eagle_chain.engines.config import TrunkConfig, read_json
+from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime.answer import Answer, answer, printable
 from eagle_chain.runtime.load import Engines, open_engines

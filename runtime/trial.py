@@ -5,7 +5,6 @@ Neither reads a checkpoint: the graphs are authored again, over the weights that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from eagle_chain.engines import strict_json
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.config import DraftConfig
-from eagle_chain.engines.manifest import Manifest, engine_specs, file_hash
+from eagle_chain.engines.contract import engine_specs
+from eagle_chain.engines.manifest import Manifest, file_hash
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.runtime import ort_cuda
 from eagle_chain.runtime.along import Found, Layer, Text, encode, record
@@ -136,7 +137,7 @@ def author(
     folder.mkdir()
     (folder / "weights").symlink_to((bundle / "weights").resolve())
     path = folder / "plan.json"
-    path.write_text(json.dumps({name: draft.to_plain() for name, draft in plan.items()}))
+    path.write_text(strict_json.dumps(strict_json.encode(plan)))
     sized = [] if capacity is None else ["--capacity", str(capacity)]
     dispatch(["variants", str(bundle), str(path), "-o", str(folder), *sized])
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle_chain.engines.config import DraftConfig, read_json
+from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.flavours import FLAVOURS
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
