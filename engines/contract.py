@@ -35,20 +35,22 @@ def _specs(
     trunk: TrunkConfig, draft: DraftConfig | None, options: Options, mtp: bool
 ) -> dict[str, EngineSpec]:
     """The specs of the engines of one capacity."""
-    aux_layers = draft.aux_layers if draft else ()
-    specs = [trunk_spec(trunk, aux_layers, options)]
+    aux_layers, width = draft.aux_layers if draft else (), options.width
+    specs = {"trunk": trunk_spec(trunk, aux_layers, options)}
     if draft is not None:
-        specs.append(encoder_spec(draft, options))
-        specs += [draft_spec(draft, rows, options) for rows in (options.width, 1)]
+        specs["encoder"] = encoder_spec(draft, options)
+        specs["draft"] = draft_spec(draft, width, options)
+        specs["draft_step"] = draft_spec(draft, 1, options)
     if mtp:
-        specs += [mtp_spec(trunk, rows, options) for rows in (options.width, 1)]
+        specs["mtp"] = mtp_spec(trunk, width, options)
+        specs["mtp_step"] = mtp_spec(trunk, 1, options)
     if options.prefill:
-        specs.append(prefill_spec(trunk, aux_layers, options))
+        specs["prefill"] = prefill_spec(trunk, aux_layers, options)
         if draft is not None:
-            specs.append(draft_prefill_spec(draft, options))
+            specs["draft_prefill"] = draft_prefill_spec(draft, options)
         if mtp:
-            specs.append(mtp_prefill_spec(trunk, options))
-    return {spec.name: spec for spec in specs}
+            specs["mtp_prefill"] = mtp_prefill_spec(trunk, options)
+    return specs
 
 
 def trunk_spec(config: TrunkConfig, aux_layers: tuple[int, ...], options: Options) -> EngineSpec:
