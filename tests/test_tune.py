@@ -167,6 +167,44 @@ def test_what_is_within_noise_is_left_alone(trial: Trial, right: DraftConfig) ->
     assert tuned(trial, replace(right, **THETA), right) == right
 
 
+def test_groups_are_tried_again_from_a_better_setting(right: DraftConfig) -> None:
+    """Where a wrong norm hides which rotation is right, the right norm shows it."""
+    start = replace(right, **THETA, **OUTPUT)
+
+    def judge(draft: DraftConfig) -> Found:
+        wrong = sum(getattr(draft, name) != RIGHT[name] for name in ("aux_layers", "rotary_dim"))
+        hidden = draft.norm_output and draft.rope_theta == 1e7  # looks worse than other bases
+        plain = not draft.norm_output and draft.rope_theta != 1e7
+        drafts = 4 - 2 * draft.norm_output - wrong - hidden - plain - draft.norm_before_residual
+        return Found([text(40)] * 3, [[max(0, drafts)] * 39] * 3)
+
+    asked = list[DraftConfig]()
+
+    def counted(draft: DraftConfig) -> Found:
+        asked.append(draft)
+        return judge(draft)
+
+    assert search(start, start, changes(start, right, 8), counted, MOST) == right
+    assert len(set(asked)) < 72, "not every combination"
+
+
+def test_layers_that_the_trunk_does_not_have_are_not_tried(right: DraftConfig) -> None:
+    deep = replace(right, aux_layers=(0, 3, 7))
+    tried = {tuple(change["aux_layers"]) for change in changes(deep, deep, 8)[0]}
+    assert tried == {(0, 3, 7)}
+    odd = replace(right, rotary_dim=32, rope_theta=5e5)
+    tried = {(c["rotary_dim"], c["rope_theta"]) for c in changes(odd, right, 8)[0]}
+    dims, thetas = (set(values) for values in zip(*tried, strict=True))
+    assert (dims, thetas) == ({32, 16, 64}, {5e5, 1e7, 1e6, 1e4})
+
+
+def test_flags_replace_what_was_given_before(right: DraftConfig) -> None:
+    given = DraftOverrides((1, 3, 6), "boundaries", rope_theta=1e4)
+    start = replace(right, aux_layers=(0, 2, 5), rope_theta=1e4)
+    assert overrides_for(start, start, given) == given
+    assert overrides_for(right, start, given) == DraftOverrides((1, 3, 6), rope_theta=1e7)
+
+
 # what is judged ---------------------------------------------------------------------------------
 
 
@@ -267,6 +305,8 @@ def test_two_mistakes_from_export_to_export(
     assert [row["k"] for row in report["speeds"]] == [0, 1, 2, 3, 4]
 
     export_command, generate = map(shlex.split, best["commands"])
+    assert export_command[-4:] == best["export_flags"]
+    assert export_command.count("--aux-layers") == 1
     assert generate == ["eagle-chain", "generate", str(bundle), *best["generate_flags"]]
     assert main(export_command[1:]) == 0
     engines = open_engines(bundle, threads=1)
@@ -310,6 +350,30 @@ def test_scratch_kv_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert report["best"]["export_flags"] == []
     now = next(row for row in report["settings"] if row["now"])
     assert now["changed"] == [] and now["behind"] > 3 * now["error"]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_scratch_kv_is_recommended_where_it_is_better(
+    folder: Path,
+    trial: Trial,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if the draft had been trained with it; what a chain gives is told beside it."""
+
+    def swapped(self: Any, setting: Setting) -> Found:
+        other = replace(setting, scratch=not setting.scratch)
+        return self.judged.setdefault(setting, trial.found(other))
+
+    monkeypatch.setattr(tune.Trial, "found", swapped)
+    monkeypatch.setattr(tune, "search", lambda start, *_: start)
+    assert run(folder / "bundle", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["changed"] == ["--draft-kv", "scratch"]
+    assert report["best"]["generate_flags"][2:] == ["--draft-kv", "scratch"]
+    confirmed = report["confirmed"]
+    assert confirmed["exact"]
+    assert confirmed["tokens_per_pass"] < confirmed["judged_tokens_per_pass"] - 0.5
 
 
 def test_a_chain_is_compared_with_plain_decoding(
