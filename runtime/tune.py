@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -83,10 +84,17 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     if arguments.plot is not None:
         pyplot()  # whether it is there shows now
+    print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
+    print(
+        f"prompts   {len(prompts)} of {arguments.prompt_tokens} tokens, up to "
+        f"{arguments.max_new_tokens} new ones each; backend {backend}\n",
+        flush=True,
+    )
     now = Setting(draft, arguments.draft_kv == "scratch")
     with tempfile.TemporaryDirectory(prefix="eagle-chain-") as temporary:
         folder = Path(temporary)
         best, judged = _judged(arguments, manifest, now, prompts, backend, folder / "trial")
+        gc.collect()  # a chain and its cache know each other: one trunk goes, the next comes
         bundle = arguments.bundle
         if best.draft != draft:
             bundle = folder / "best"
@@ -94,6 +102,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
             write_variant(arguments.bundle, manifest, best.draft, overrides, bundle)
         engines = open_engines(bundle, backend, threads=arguments.threads)
         report = _report(arguments, manifest, now, best, judged, engines)
+    report = {"text_sha256": text.sha256, **report}
     print(tables(report))
     if arguments.plot is not None:
         plot(report, arguments.plot)
@@ -213,5 +222,5 @@ def _report(
         "speeds": by_k,
         "best": advice(arguments.bundle, manifest, now, best, k),
         "confirmed": {**confirmed, "judged_tokens_per_pass": by_k[k]["tokens_per_pass"]},
-        "verdict": verdict(settings),
+        "verdict": verdict(settings, k, most),
     }

@@ -68,8 +68,8 @@ def advice(bundle: Path, manifest: Manifest, now: Setting, best: Setting, k: int
     }
 
 
-def verdict(settings: Sequence[Report]) -> list[str]:
-    """What the settings mean, in sentences."""
+def verdict(settings: Sequence[Report], k: int, most: int) -> list[str]:
+    """What the settings and the best number of drafts mean, in sentences."""
     now, best = (next(row for row in settings if row[name]) for name in ("now", "best"))
     first = settings[0]
     found = f"{now['tokens_per_pass']:.2f} tokens a pass"
@@ -92,6 +92,15 @@ def verdict(settings: Sequence[Report]) -> list[str]:
             f"even so only {best['by_position'][0]:.0%} of the first drafts are right: none of "
             "these settings is the cause. The draft was probably made for another trunk, or the "
             "text is unlike what it was trained on; try --drafter mtp or ngram"
+        )
+    if not k:
+        sentences.append(
+            "drafts do not pay on this machine: a round takes more time than its tokens save"
+        )
+    elif k == most:
+        sentences.append(
+            f"{k} drafts a round are the most that a width of {most + 1} has room for: export with "
+            "a larger --width to try more"
         )
     return sentences
 

@@ -162,6 +162,7 @@ def test_what_is_within_noise_is_left_alone(trial: Trial, right: DraftConfig) ->
     close = replace(right, rope_theta=1e6)
     assert not surely_better(trial.found(Setting(right)), trial.found(Setting(close)), MOST)
     assert tuned(trial, close, close) == close
+    assert tuned(trial, close, right) == close, "even if its file has another value"
     # from elsewhere, the file's own value is taken of those that are alike
     assert tuned(trial, replace(right, **THETA), close) == close
     assert tuned(trial, replace(right, **THETA), right) == right
@@ -193,9 +194,10 @@ def test_layers_that_the_trunk_does_not_have_are_not_tried(right: DraftConfig) -
     tried = {tuple(change["aux_layers"]) for change in changes(deep, deep, 8)[0]}
     assert tried == {(0, 3, 7)}
     odd = replace(right, rotary_dim=32, rope_theta=5e5)
-    tried = {(c["rotary_dim"], c["rope_theta"]) for c in changes(odd, right, 8)[0]}
+    filed = replace(right, rotary_dim=48, rope_theta=1e5)
+    tried = {(c["rotary_dim"], c["rope_theta"]) for c in changes(odd, filed, 8)[0]}
     dims, thetas = (set(values) for values in zip(*tried, strict=True))
-    assert (dims, thetas) == ({32, 16, 64}, {5e5, 1e7, 1e6, 1e4})
+    assert (dims, thetas) == ({32, 48, 16, 64}, {5e5, 1e5, 1e7, 1e6, 1e4})
 
 
 def test_flags_replace_what_was_given_before(right: DraftConfig) -> None:
@@ -336,8 +338,19 @@ def test_the_right_pair_is_told_to_stay(
     assert "keep the draft as it is" in output and "change it" not in output
     assert "nothing  <- now and best" in output
     assert "every token is that of plain decoding" in output
-    assert f"eagle-chain generate {folder / 'bundle'} -k" in output and "export " not in output
+    assert f"eagle-chain generate {folder / 'bundle'} -k" in output
+    assert "eagle-chain export" not in output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_tokens_that_differ_fail(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = {"tokens_per_pass": 2.0, "tokens_per_second": 9.0}
+    monkeypatch.setattr(tune, "confirm", lambda *_, **__: {"exact": False, **speed})
+    assert run(folder / "bundle") == 1
+    assert "NOT EXACT" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("recorded")
@@ -398,7 +411,7 @@ def test_a_chain_is_compared_with_plain_decoding(
         (["-k", "5"], "-k is 5, expected 1 to 4"),
         (["--backend", "tensorrt-rtx"], "acceptance hardly depends on the backend"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_requests(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
