@@ -97,8 +97,8 @@ def load(
         cache = cache_for(len(counters.tokens))
         if about["engines"] != fingerprint(cache.engines):
             raise InputError(
-                f"{path}: was saved with another bundle or backend; make it again with this one "
-                "(generate --save-prefix)"
+                f"{path}: was saved with another bundle (one of other capacities is another) or "
+                "backend; make it again with this one (generate --save-prefix)"
             )
         snapshot = cache.blank(counters)
         wanted = {b.spec.name: b for b in (*snapshot.buffers, *snapshot.outputs) if b is not None}

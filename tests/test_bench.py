@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.cli import main
-from eagle_chain.engines.manifest import engine_specs
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export import shapes
 from eagle_chain.export.graph import build_graphs

@@ -17,13 +17,15 @@ from eagle_chain.engines import cli
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest, check_options, engine_specs
 from eagle_chain.engines.spec import Options
-from eagle_chain.runtime import Chain, open_engines
+from eagle_chain.runtime import Chain, Engines, Tokenizer, open_engines
 from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.load import DrafterName
 from tests import qwen_9b
 from tests.test_drafters import draft_kv
 from tests.toy import Script, Scripted, Toy, cache_states, live_states
 from tests.toy_pair import write_pair
 
+DEMO = Path(__file__).resolve().parents[1] / "demo"
 SIZES, LARGEST = (20, 37), 90
 WIDE = 12
 
@@ -232,6 +234,38 @@ def test_the_last_slot_of_the_largest(toy: Toy) -> None:
     with pytest.raises(InputError, match="behind"):
         chain.generate(ids, append=True)
     assert chain.cache.tokens == held
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engines]:
+    """The shipped pair, whose drafters are right now and then, with one capacity and with three."""
+    folder, made = tmp_path_factory.mktemp("shipped"), {}
+    for name, sizes in (("one", "96"), ("three", "44,60,96")):
+        words = [*(str(DEMO / part) for part in ("trunk", "draft")), "-o", str(folder / name)]
+        assert cli.main(["export", *words, "--capacity", sizes]) == 0
+        made[name] = open_engines(folder / name, "onnxruntime-cpu", threads=1)
+    return made
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "mtp", "ngram"])
+def test_drafters_guess_on_behind_a_move(shipped: dict[str, Engines], drafter: DrafterName) -> None:
+    """A round that begins at the same token in both caches accepts as many of its four drafts."""
+    prompt = Tokenizer(DEMO / "trunk").encode(
+        "<|py|>def read(path):\n    with open(path) as file:\n"
+    )
+    tokens, runs = {}, {}
+    for name, engines in shipped.items():
+        chain, found = engines.chain(drafter=drafter), dict[int, int]()
+        tokens[name] = list(prompt)
+        for round in chain.rounds(prompt, stop_ids=()):
+            if round.drafted == 4:
+                found[len(tokens[name])] = round.accepted
+            tokens[name] += round.tokens
+        runs[name] = found
+    assert tokens["one"] == tokens["three"] and len(tokens["one"]) == 96
+    common = runs["one"].keys() & runs["three"].keys()
+    assert all(runs["one"][at] == runs["three"][at] for at in common)
+    assert sum(runs["one"][at] for at in common if at >= 40) > 6, "right behind the moves as well"
 
 
 @pytest.mark.parametrize("sizes", [(64, 32), (32, 32, 64), (3, 64)])

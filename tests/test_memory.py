@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from eagle_chain.engines import cli, inspection
+from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest, engine_specs
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.memory import chain_needs, check_load
 from eagle_chain.engines.savings import Held, savings
 from eagle_chain.engines.spec import EngineSpec, Options

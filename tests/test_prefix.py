@@ -48,6 +48,31 @@ def test_many_continuations_of_one_prefix(toy: Toy, tmp_path: Path, length: int)
             )  # the draft's rows were kept as well
 
 
+@pytest.mark.parametrize("smaller", [(), (12,), (22, 44), (60,)], ids=str)
+@pytest.mark.parametrize("length", [9, 29, 50])
+def test_a_sequence_is_taken_up_at_the_capacities_that_there_are(
+    toy: Toy, tmp_path: Path, smaller: tuple[int, ...], length: int
+) -> None:
+    """Whatever its own capacities were, 30 and 80: smaller first ones, larger ones, none."""
+    prompt, more = toy.prompt(length, length), toy.prompt(1, 4)
+    first = toy.chain()
+    held = [*prompt, *first.generate(prompt, max_new_tokens=7).tokens[:-1]]
+    first.save(tmp_path / "prefix")
+    other = Toy(3, capacity=80, prefill=16, smaller=smaller)
+    want, _ = other.decode([*held, *more], 15)
+    theirs = other.chain()
+    theirs.extend(held)
+    accepted = theirs.generate(more, max_new_tokens=15, append=True).stats.accepted
+    chain = other.chain()
+    for k in (4, "auto", 0):
+        chain.restore(tmp_path / "prefix")
+        at = len(held)
+        assert chain.cache.capacity == next(c for c in (*smaller, 80) if at + 5 <= c or c == 80)
+        result = chain.generate(more, max_new_tokens=15, append=True, k=k)  # type: ignore[arg-type]
+        assert result.tokens == want[at + 4 :]
+        assert k != 4 or result.stats.accepted == accepted
+
+
 def test_a_file_replaces_another_only_when_it_is_whole(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,5 +183,9 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         want = generate("--prompt", text + question, "--max-new-tokens", "20")
         assert got["exact"] is True and got["text"] == want["text"]
         assert got["prompt_tokens"] == len(question)
+    words[words.index(bundle)], bundle = str(tmp_path / "grown"), str(tmp_path / "grown")
+    assert cli.main(["export", *words[:-1], "64,256"]) == 0
+    refusal = generate("--prompt", "Why?", "--prefix", file, code=2)
+    assert "another bundle (one of other capacities is another)" in str(refusal["error"])
     refusal = generate("--prompt", "x", "--chat", "--prefix", file, code=2)
     assert "--chat" in str(refusal["error"])
