@@ -34,6 +34,7 @@ class Answer:
     plain: Result | None
     drafter: str = "eagle"
     draft_kv: str = "kept"
+    drawn: bool = False  # at a temperature, where even a good draft is often wrong
 
     @property
     def exact(self) -> bool | None:
@@ -85,7 +86,7 @@ class Answer:
     def warnings(self) -> list[str]:
         """What a user should look into: a draft that is hardly ever right, a token that differs."""
         cause = likely_cause(self.result.stats, self.drafter, self.draft_kv)
-        found = [cause] if cause else []
+        found = [cause] if cause and not self.drawn else []
         if self.plain is not None and not self.exact:
             pairs = zip(self.result.tokens, self.plain.tokens, strict=False)
             common = min(len(self.result.tokens), len(self.plain.tokens))
@@ -134,8 +135,10 @@ def answer(
             show(piece, drafted)
 
     try:
+        before = None
         if prefix is not None:
             chain.restore(prefix)
+            before = chain.snapshot() if check else None  # the file may be the one to save into
         options["append"] = prefix is not None
         for round in _rounds(chain, prompt, options):
             if save_prefix is not None and round.prompt_tokens:
@@ -148,13 +151,14 @@ def answer(
         put(stream.end(), False)
         plain = None
         if check:
-            if prefix is not None:
-                chain.restore(prefix)
+            if before is not None:
+                chain.rollback(before)
             options["k"] = 0
             plain = chain.generate(prompt, **options)
     except FloatingPointError as error:
         raise InputError(str(error)) from error
-    return Answer("".join(text), Result(tokens, reason, stats), plain, drafter, draft_kv)
+    result, drawn = Result(tokens, reason, stats), options.get("temperature", 0.0) > 0
+    return Answer("".join(text), result, plain, drafter, draft_kv, drawn)
 
 
 def _rounds(chain: Chain, prompt: Sequence[int], options: Options) -> Iterator[Round]:

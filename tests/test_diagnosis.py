@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from eagle_chain.engines.cli import main
+from eagle_chain.runtime.answer import Answer
 from eagle_chain.runtime.diagnosis import likely_cause
-from eagle_chain.runtime.stats import Round, Stats
+from eagle_chain.runtime.stats import Result, Round, Stats
 from tests.toy_pair import write_pair
 
 
@@ -66,3 +67,11 @@ def test_generate_warns_about_a_draft_that_was_never_trained(
     assert answer["drafter"] == drafter
     assert bool(answer["warnings"]) == bool(words) == ("warning:" in output.err)
     assert all(words in warning and warning in output.err for warning in answer["warnings"])
+
+
+def test_draws_are_not_what_is_usual() -> None:
+    """A token drawn against the odds is nobody's fault."""
+    result = Result([0], "length", measured(10, 1, 0, 0))
+    assert (
+        Answer("", result, None).warnings() and not Answer("", result, None, drawn=True).warnings()
+    )

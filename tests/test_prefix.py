@@ -183,6 +183,10 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         want = generate("--prompt", text + question, "--max-new-tokens", "20")
         assert got["exact"] is True and got["text"] == want["text"]
         assert got["prompt_tokens"] == len(question)
+    longer = ("--prefix", file, "--save-prefix", file, "--max-new-tokens", "20", "--check")
+    assert generate("--prompt", " Who", *longer)["exact"] is True, "the file is longer now"
+    got = generate("--prompt", "?", "--prefix", file, "--max-new-tokens", "20")
+    assert got["text"] == generate("--prompt", f"{text} Who?", "--max-new-tokens", "20")["text"]
     words[words.index(bundle)], bundle = str(tmp_path / "grown"), str(tmp_path / "grown")
     assert cli.main(["export", *words[:-1], "64,256"]) == 0
     refusal = generate("--prompt", "Why?", "--prefix", file, code=2)
