@@ -96,6 +96,11 @@ class Cache:
         return len(self.tokens) - self.position
 
     @property
+    def counters(self) -> Counters:
+        """Where the sequence stands."""
+        return Counters(tuple(self.tokens), self.position, self.pending, self._call)
+
+    @property
     def states(self) -> Sequence[tuple[StatePair, tuple[Buffer, Buffer]]]:
         """Every state, a drafter's last, with its buffer per parity: the same one if in place."""
         return self._states
@@ -227,8 +232,7 @@ class Cache:
             into: An earlier snapshot of this cache, also without KV, whose buffers are used again.
         """
         assert into is None or not kv, "copies of KV caches are as long as the sequence was"
-        counters = Counters(tuple(self.tokens), self.position, self.pending, self._call)
-        live = max(1, len(self.tokens))
+        counters, live = self.counters, max(1, len(self.tokens))
         into = into or self.blank(counters, kv=kv)
         for (pair, buffers), copy in zip(self._states, into.buffers, strict=True):
             if copy is not None:
@@ -255,40 +259,33 @@ class Cache:
         """
         if not self._fits(snapshot):
             raise InputError("this snapshot was taken on a chain of another bundle or drafter")
-        live = max(1, len(snapshot.counters.tokens))
-        for (pair, buffers), copy in zip(self._states, snapshot.buffers, strict=True):
-            if copy is None:
-                continue
-            if pair.rows_axis is not None:
-                buffers[self.parity].zero()  # rows of another branch: a NaN there would spread
-            _copy_state(buffers[self.parity], copy, pair, live)
-        for copy, buffer in zip(snapshot.outputs, self._features(), strict=True):
-            buffer.copy_from(copy)
-        self.stand(snapshot.counters)
+        self._take(snapshot.buffers, snapshot.outputs, snapshot.counters)
 
     def adopt(self, other: Cache) -> None:
         """Stand where a cache of another capacity stands, by copies of all that is live there."""
-        live = max(1, len(other.tokens))
-        pairs = zip(self._states, other._states, strict=True)
-        for (pair, buffers), (_, theirs) in pairs:
-            target, source = buffers[self.parity], theirs[other.parity]
-            if pair.rows_axis is not None:
-                target.zero()  # rows of an earlier sequence: a NaN there would spread
-            _copy_state(target, source, pair, live)
-        for target, source in zip(self._features(), other._features(), strict=True):
-            target.copy_from(source)
-        counters = Counters(tuple(other.tokens), other.position, other.pending, other._call)
-        self.stand(counters)
+        states = [buffers[other.parity] for _, buffers in other._states]
+        self._take(states, other._features(), other.counters)
 
     def stand(self, counters: Counters) -> None:
         """Say where the sequence stands, whatever the buffers hold."""
-        self.tokens = list(counters.tokens)
-        self.position, self.pending, self._call = (
-            counters.position,
-            counters.pending,
-            counters.call,
-        )
+        self.tokens, self.position = list(counters.tokens), counters.position
+        self.pending, self._call = counters.pending, counters.call
         self._before = None
+
+    def _take(
+        self, states: Sequence[Buffer | None], outputs: Sequence[Buffer], counters: Counters
+    ) -> None:
+        """Copy what is live of these states and outputs, and stand where they stood."""
+        live = max(1, len(counters.tokens))
+        for (pair, buffers), source in zip(self._states, states, strict=True):
+            target = buffers[self.parity]
+            if source is not None:
+                if pair.rows_axis is not None:
+                    target.zero()  # rows of another sequence: a NaN there would spread
+                _copy_state(target, source, pair, live)
+        for target, source in zip(self._features(), outputs, strict=True):
+            target.copy_from(source)
+        self.stand(counters)
 
     def _padded(self, ids: Sequence[int]) -> list[int]:
         return [*ids, *[-1] * (self.width - len(ids))]

@@ -66,7 +66,7 @@ class DeviceDrafter(Drafter, Protocol):
 
 
 class NoDrafter:
-    """Guesses nothing: the chain decodes plainly."""
+    """Guesses nothing: the chain decodes plainly. Base of those that keep nothing in a cache."""
 
     def observe(self, token: int) -> None:
         """Do nothing."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.drafters import NoDrafter
 from eagle_chain.runtime.stats import Round, Stats
 
 # Backends; docs/exactness.md has the runs that show it.
@@ -79,7 +80,7 @@ def before_repeat(prompt: Sequence[int], tokens: Sequence[int]) -> int:
     return len(tokens)
 
 
-class Script:
+class Script(NoDrafter):
     """A drafter that knows plain's tokens and spoils one of each round's.
 
     It is right for 0..k drafts, then wrong once, then right again. Which count comes next is drawn
@@ -92,15 +93,6 @@ class Script:
         self._chain = chain
         self._used = Counter[int]()
         self._random = random.Random(0)
-
-    def observe(self, token: int) -> None:
-        """Do nothing."""
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def reset(self) -> None:
-        """Do nothing."""
 
     def propose(self, token: int, k: int) -> list[int]:
         """Return up to k tokens, as far as plain's go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.drafters import NoDrafter
 
 LONGEST = 32  # tokens of a match that are compared
 CANDIDATES = 32  # earlier places that are looked at, the latest first
@@ -71,7 +72,7 @@ class NgramIndex:
         return length
 
 
-class NgramDrafter:
+class NgramDrafter(NoDrafter):
     """Guesses that the text goes on as it did after the longest earlier match of its end.
 
     No weights and no device work: a round costs microseconds on the host.
@@ -84,9 +85,6 @@ class NgramDrafter:
         self.cache = cache
         self._index = NgramIndex()
 
-    def observe(self, token: int) -> None:
-        """Do nothing: the tokens are in the cache when they are needed."""
-
     def propose(self, token: int, k: int) -> list[int]:
         """Return what followed the match; a match that reaches the end goes on as a cycle."""
         index = self._follow(token)
@@ -98,9 +96,6 @@ class NgramDrafter:
         for place in range(after, after + k):
             drafts.append(row[place] if place < size else drafts[place - size])
         return drafts
-
-    def settle(self) -> None:
-        """Do nothing."""
 
     def reset(self) -> None:
         """Forget the sequence."""

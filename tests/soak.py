@@ -28,6 +28,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.drafters import Drafter, NoDrafter
+from tests.toy import Over
 
 STRETCH = 100  # requests between two looks at the memory
 AGAIN = 50  # requests that are made again at the end
@@ -36,29 +37,18 @@ KINDS = [*["request"] * 10, *["turn"] * 3, *["cancel"] * 3, *["failure"] * 2]
 KINDS += [*["branch"] * 2, "refused", "reset"]
 
 
-class Noisy:
+class Noisy(Over):
     """The drafter it is made over, with some guesses spoiled or left out."""
 
     def __init__(self, drafter: Drafter, vocab: int, rng: random.Random) -> None:
-        self.drafter, self.vocab, self.rng = drafter, vocab, rng
-
-    def observe(self, token: int) -> None:
-        """As the other drafter."""
-        self.drafter.observe(token)
+        super().__init__(drafter)
+        self.vocab, self.rng = vocab, rng
 
     def propose(self, token: int, k: int) -> list[int]:
         """The other's guesses, every fourth something else."""
         guesses = self.drafter.propose(token, k)
         noisy = [self.rng.randrange(self.vocab) if self.rng.random() < 0.25 else g for g in guesses]
         return noisy[: self.rng.randrange(k + 1) if self.rng.random() < 0.2 else k]
-
-    def settle(self) -> None:
-        """As the other drafter."""
-        self.drafter.settle()
-
-    def reset(self) -> None:
-        """As the other drafter."""
-        self.drafter.reset()
 
 
 def resident() -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from eagle_chain.runtime.adaptive import Adaptive, Fixed, Pace
 from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.drafters import NoDrafter
 from eagle_chain.runtime.stats import Round
 from tests.toy import Script, Toy
 
@@ -119,17 +120,11 @@ def test_a_hopeless_request_is_given_up_and_the_next_one_is_not() -> None:
         assert 32 <= slow.asked < 36
 
 
-class Slow:
+class Slow(NoDrafter):
     """Another drafter, which is asked by a chain whose clock says that it takes its time."""
 
     def __init__(self, script: Script) -> None:
         self.script, self.asked = script, 0
-
-    def observe(self, token: int) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def reset(self) -> None: ...
 
     def propose(self, token: int, k: int) -> list[int]:
         self.asked += 1

@@ -1,7 +1,5 @@
 """EAGLE's alignment: rows, positions, selector, recurrence and KV against row-by-row oracles."""
 
-# ruff: noqa: D102
-
 from __future__ import annotations
 
 import itertools
@@ -12,7 +10,7 @@ import pytest
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
-from tests.toy import Script, Scripted, Toy, by_row
+from tests.toy import Paced, Script, Scripted, Toy, by_row
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +84,6 @@ def test_guesses_and_kv_equal_the_oracle_after_every_accept_count(toy: Toy, k: i
             assert draft_kv(chain, n) == b"".join(parts)
             seen.add(drafter.script.planned[-1])
         assert seen == set(range(k + 1))
-
-
-class Paced:
-    """Asks for drafts as a list says."""
-
-    most, given_up = 4, False
-
-    def __init__(self, ks: list[int]) -> None:
-        self.ks = itertools.cycle(ks)
-
-    def begin(self) -> None: ...
-
-    def choose(self) -> int:
-        return next(self.ks)
-
-    def repeats(self, k: int) -> bool:
-        return False
-
-    def add(self, round: object) -> None: ...
 
 
 @pytest.mark.parametrize(

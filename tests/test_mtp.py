@@ -29,7 +29,7 @@ from eagle_chain.runtime.load import Engines, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
 from tests.mtp_oracle import MtpOracle
 from tests.onnx_engine import Arrays, OnnxEngine
-from tests.toy import Script, Scripted
+from tests.toy import Paced, Script, Scripted
 from tests.toy_pair import save, trunk_parts, write_pair, write_tokenizer
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -310,29 +310,6 @@ def plain_hidden(engines: Engines, prompt: list[int]) -> Any:
     chain.generate(prompt, max_new_tokens=1)
     cache = chain.cache
     return cache.outputs[cache.parity]["hidden"].read()[cache.kept - 1]
-
-
-class Paced:
-    """Asks for drafts as a list says."""
-
-    most, given_up = 4, False
-
-    def __init__(self, ks: list[int]) -> None:
-        self.ks = itertools.cycle(ks)
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def choose(self) -> int:
-        """The next of the list."""
-        return next(self.ks)
-
-    def repeats(self, k: int) -> bool:
-        """Unlikely."""
-        return False
-
-    def add(self, round: object) -> None:
-        """Do nothing."""
 
 
 @pytest.fixture(scope="module")

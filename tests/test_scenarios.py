@@ -18,6 +18,7 @@ from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.cache import Cache, Snapshot
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.drafters import Drafter
+from tests.toy import Over
 from tests.toy_pair import write_pair
 
 WIDTH, CAPACITY, VOCAB = 5, 40, 300
@@ -75,23 +76,12 @@ class Plain:
         return row[len(history) :]
 
 
-class Noisy:
+class Noisy(Over):
     """Another drafter's guesses, or mostly right ones, or fewer than were asked for."""
 
     def __init__(self, drafter: Drafter, cache: Cache, plain: Plain, rng: random.Random) -> None:
-        self.drafter, self.cache, self.plain, self.rng = drafter, cache, plain, rng
-
-    def observe(self, token: int) -> None:
-        """As the other drafter."""
-        self.drafter.observe(token)
-
-    def settle(self) -> None:
-        """As the other drafter."""
-        self.drafter.settle()
-
-    def reset(self) -> None:
-        """As the other drafter."""
-        self.drafter.reset()
+        super().__init__(drafter)
+        self.cache, self.plain, self.rng = cache, plain, rng
 
     def propose(self, token: int, k: int) -> list[int]:
         """The other drafter is always asked, so that its KV has no gap."""

@@ -8,6 +8,7 @@ must give; they share the row arithmetic with the sessions, but no buffer, cache
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
+from eagle_chain.runtime.adaptive import Fixed
 from eagle_chain.runtime.buffers import Buffer, HostBuffer, HostMemory
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.capacity import Larger, Rung
 from eagle_chain.runtime.chain import Chain
-from eagle_chain.runtime.drafters import Drafter, EagleDrafter
+from eagle_chain.runtime.drafters import Drafter, EagleDrafter, NoDrafter
 from eagle_chain.runtime.prefill import Follower, Prefill
 from eagle_chain.runtime.session import check_tensors
 
@@ -468,7 +470,7 @@ def cache_states(cache: Cache, spec: EngineSpec) -> Tensors:
     return {pair.input: tensors[pair.input].read() for pair in spec.states}
 
 
-class Script:
+class Script(NoDrafter):
     """A drafter told the truth: right for as many tokens as `counts` says, then wrong.
 
     Args:
@@ -492,10 +494,6 @@ class Script:
         self.planned: list[int] = []
         self.told: list[tuple[int, int]] = []  # length of the sequence, token said to follow it
 
-    def settle(self) -> None: ...
-
-    def reset(self) -> None: ...
-
     def observe(self, token: int) -> None:
         self.told.append((len(self.cache.tokens), token))
 
@@ -509,15 +507,27 @@ class Script:
         return [*true[:right], *wrong]
 
 
-class Scripted:
-    """Another drafter's guesses are recorded, the script's are proposed."""
+class Paced(Fixed):
+    """Asks for drafts as a list says."""
 
-    def __init__(self, drafter: Drafter, script: Script) -> None:
-        self.drafter, self.script = drafter, script
-        self.guesses: list[tuple[int, list[int]]] = []  # length of the sequence, guesses
+    def __init__(self, ks: Sequence[int]) -> None:
+        super().__init__(4)
+        self.ks = itertools.cycle(ks)
+
+    def choose(self) -> int:
+        return next(self.ks)
+
+    def repeats(self, k: int) -> bool:
+        return False
+
+
+class Over:
+    """A drafter over another one, which it leads along the sequence."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
 
     def observe(self, token: int) -> None:
-        self.script.observe(token)
         self.drafter.observe(token)
 
     def settle(self) -> None:
@@ -525,6 +535,19 @@ class Scripted:
 
     def reset(self) -> None:
         self.drafter.reset()
+
+
+class Scripted(Over):
+    """Another drafter's guesses are recorded, the script's are proposed."""
+
+    def __init__(self, drafter: Drafter, script: Script) -> None:
+        super().__init__(drafter)
+        self.script = script
+        self.guesses: list[tuple[int, list[int]]] = []  # length of the sequence, guesses
+
+    def observe(self, token: int) -> None:
+        self.script.observe(token)
+        super().observe(token)
 
     def propose(self, token: int, k: int) -> list[int]:
         self.guesses.append((len(self.script.cache.tokens), self.drafter.propose(token, k)))
