@@ -11,11 +11,10 @@ import onnxruntime as ort
 import pytest
 
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
-from eagle_chain.engines.cli import main
 from eagle_chain.engines.graphs import bound_graph, load_graph
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.runtime.weights import blocks
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -27,9 +26,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     stored = "bf16" if request.param == "fp32" else "fp16"
     pair = write_pair(folder, layers=4, aux=[0, 1, 3], dtype=stored, tied=True)
     flags = ["--capacity", "32", "--aux-layers", "0,1,3", "--dtype", request.param]
-    flags += ["--weights", "copy"]
-    assert main(["export", *map(str, pair), "-o", str(folder / "b"), *flags]) == 0
-    return folder / "b"
+    return exported(pair, folder / "b", *flags, "--weights", "copy")
 
 
 def run(model: onnx.ModelProto | Path, feeds: Arrays) -> list[np.ndarray[Any, Any]]:

@@ -39,7 +39,7 @@ from eagle_chain.export.graph import build_graphs
 from eagle_chain.runtime import open_engines
 from tests import qwen_9b
 from tests.standin import FOLDER, standins
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 RTX = ["--backend", "tensorrt-rtx", "--compute-capability"]
 CAPABILITIES = ("8.6", "8.9", "12.0")
@@ -55,9 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def export(pair: tuple[Path, Path], bundle: Path, *flags: str) -> Path:
-    words = ["--capacity", "64", "--aux-layers", "0,1,3", *flags]
-    assert main(["export", *map(str, pair), "-o", str(bundle), *words]) == 0
-    return bundle
+    return exported(pair, bundle, "--capacity", "64", "--aux-layers", "0,1,3", *flags)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from eagle_chain.runtime.buffers import HostMemory
 from eagle_chain.runtime.ort import OrtSession
 from tests.faults import SMALL, SMALL_DRAFT
 from tests.standin import standins
-from tests.toy_pair import draft_parts, save, trunk_parts, write_pair, write_tokenizer
+from tests.toy_pair import draft_parts, exported, save, trunk_parts, write_pair, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,9 +42,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def export(pair: tuple[Path, Path], bundle: Path, *flags: str) -> Path:
-    words = ["--capacity", "32", "--aux-layers", "0,1,3", *flags]
-    assert main(["export", *map(str, pair), "-o", str(bundle), *words]) == 0
-    return bundle
+    return exported(pair, bundle, "--capacity", "32", "--aux-layers", "0,1,3", *flags)
 
 
 # Packaging -------------------------------------------------------------------------------------
@@ -121,10 +119,9 @@ def test_plans_of_another_bundle_are_refused_as_a_pair(
 ) -> None:
     """The draft's plans of a bundle with another width and capacity, hashes and all."""
     one = export(pair, tmp_path / "one")
-    words = [*map(str, pair), "-o", str(tmp_path / "two"), "--aux-layers", "0,1,3"]
-    assert main(["export", *words, "--capacity", "48", "--width", "3"]) == 0
+    two = export(pair, tmp_path / "two", "--capacity", "48", "--width", "3")
     with standins():
-        for bundle in (one, tmp_path / "two"):
+        for bundle in (one, two):
             assert main(["build", str(bundle)]) == 0
         theirs = json.loads((tmp_path / "two" / MANIFEST).read_text())["plans"]
         data = json.loads((one / MANIFEST).read_text())

@@ -27,7 +27,7 @@ from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.demo import PAIR
 from eagle_chain.runtime.drafters import EagleDrafter
 from eagle_chain.runtime.stats import Result
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "eagle_chain.engines"]
@@ -51,10 +51,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Install:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
-    trunk, draft = write_pair(folder, layers=4, aux=[0, 1, 2], tokenizer=True)
-    words = ["export", str(trunk), str(draft), "-o", str(folder / "bundle")]
-    assert cli.main([*words, "--capacity", "64", "--aux-layers", "0,1,2"]) == 0
-    return folder / "bundle"
+    pair = write_pair(folder, layers=4, aux=[0, 1, 2], tokenizer=True)
+    return exported(pair, folder / "bundle", "--capacity", "64", "--aux-layers", "0,1,2")
 
 
 def raises(error: BaseException) -> Callable[[], Outcome]:

@@ -20,6 +20,7 @@ from eagle_chain.runtime import Engines, Tokenizer, open_engines
 from eagle_chain.runtime.exactness import Plain, decode_plainly
 from eagle_chain.runtime.ort import OrtBinding
 from tests.toy import Script
+from tests.toy_pair import exported
 
 DEMO = Path(__file__).parents[1] / "demo"
 VOCAB, NEW = 8192, 36
@@ -47,9 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(bundle: Path, *flags: str) -> Path:
-    words = [str(DEMO / "trunk"), str(DEMO / "draft"), "-o", str(bundle), "--debug", "logits"]
-    assert main(["export", *words, "--capacity", "128", *flags]) == 0
-    return bundle
+    pair = DEMO / "trunk", DEMO / "draft"
+    return exported(pair, bundle, "--debug", "logits", "--capacity", "128", *flags)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import pytest
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.manifest import HALF_WRITTEN, Manifest
 from tests.faults import contents
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 ROOT = Path(__file__).parent.parent
 RTX = ["--backend", "tensorrt-rtx", "--compute-capability", "8.9", "--force"]
@@ -52,9 +52,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with plans of the real TensorRT-RTX for a pair of some size."""
     folder = tmp_path_factory.mktemp("built")
     pair = write_pair(folder, layers=4, aux=[0, 1, 3])
-    words = ["export", *map(str, pair), "-o", str(folder / "bundle"), "--aux-layers", "0,1,3"]
-    assert main([*words, "--capacity", "64", "--prefill", "0"]) == 0
-    assert main(["build", str(folder / "bundle"), *RTX]) == 0
+    flags = "--aux-layers", "0,1,3", "--capacity", "64", "--prefill", "0"
+    bundle = exported(pair, folder / "bundle", *flags)
+    assert main(["build", str(bundle), *RTX]) == 0
     return folder
 
 

@@ -30,7 +30,7 @@ from eagle_chain.runtime.tokenizer import Tokenizer
 from tests.mtp_oracle import MtpOracle
 from tests.onnx_engine import Arrays, OnnxEngine
 from tests.toy import Paced, Script, Scripted
-from tests.toy_pair import save, trunk_parts, write_pair, write_tokenizer
+from tests.toy_pair import exported, save, trunk_parts, write_pair, write_tokenizer
 
 DEMO = Path(__file__).parents[1] / "demo"
 WIDTH, CAPACITY, VOCAB = 5, 48, 512
@@ -250,9 +250,8 @@ def test_every_width_is_valid_onnx(pair: Pair, profile: str, width: int) -> None
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Engines:
     """The toy trunk alone: no EAGLE draft."""
-    words = ("--capacity", str(CAPACITY), "--debug", "logits")
-    assert main(["export", str(folder / "trunk"), "-o", str(folder / "alone"), *words]) == 0
-    return open_engines(folder / "alone", threads=1)
+    flags = "--capacity", str(CAPACITY), "--debug", "logits"
+    return open_engines(exported([folder / "trunk"], folder / "alone", *flags), threads=1)
 
 
 def test_a_bundle_without_a_draft_has_the_other_drafters(engines: Engines) -> None:
@@ -315,8 +314,7 @@ def plain_hidden(engines: Engines, prompt: list[int]) -> Any:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     bundle = tmp_path_factory.mktemp("demo") / "bundle"
-    words = (str(DEMO / "trunk"), str(DEMO / "draft"), "-o", str(bundle), "--capacity", "256")
-    assert main(["export", *words]) == 0
+    exported((DEMO / "trunk", DEMO / "draft"), bundle, "--capacity", "256")
     return open_engines(bundle, threads=1)
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import onnx
 import pytest
 
-from eagle_chain.engines.cli import main
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.runtime import Engines, load, open_engines
@@ -31,7 +30,7 @@ from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.ort import OrtBinding, OrtSession
 from tests.onnx_engine import Arrays, OnnxEngine
 from tests.toy import Script, Scripted
-from tests.toy_pair import IM_END, write_pair
+from tests.toy_pair import IM_END, exported, write_pair
 
 VOCAB, WIDTH, CAPACITY = 512, 5, 80
 FLAGS = ("--capacity", str(CAPACITY), "--aux-layers", "0,1,3")
@@ -43,8 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def export(pair: tuple[Path, Path], bundle: Path, *flags: str) -> Path:
-    assert main(["export", str(pair[0]), str(pair[1]), "-o", str(bundle), *FLAGS, *flags]) == 0
-    return bundle
+    return exported(pair, bundle, *FLAGS, *flags)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from eagle_chain.engines.cli import main
 from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.cache import Cache, Snapshot
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.drafters import Drafter
 from tests.toy import Over
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 WIDTH, CAPACITY, VOCAB = 5, 40, 300
 SEEDS, ACTIONS = 40, 20
@@ -38,11 +37,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     pair = write_pair(
         folder, layers=4, aux=[0, 1, 3], sizes=SMALL, draft_sizes=SMALL_DRAFT, extras=False
     )
-    words = [*map(str, pair), "-o", str(folder / "bundle"), "--aux-layers", "0,1,3"]
     # without wide calls, whose sums run in another order than those of one token a call
-    words += ["--capacity", str(CAPACITY), "--prefill", "0"]
-    assert main(["export", *words]) == 0
-    return open_engines(folder / "bundle", threads=1)
+    flags = "--aux-layers", "0,1,3", "--capacity", str(CAPACITY), "--prefill", "0"
+    return open_engines(exported(pair, folder / "bundle", *flags), threads=1)
 
 
 class Plain:

@@ -17,7 +17,7 @@ from eagle_chain.runtime.chain import Chain
 from tests import soak
 from tests.faults import SMALL, SMALL_DRAFT
 from tests.standin import standins
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("soak")
     sizes: dict[str, Any] = {"sizes": SMALL, "draft_sizes": SMALL_DRAFT}
     pair = write_pair(folder, layers=4, aux=[0, 1, 3], extras=False, **sizes)
-    words = [*map(str, pair), "-o", str(folder / "bundle"), "--aux-layers", "0,1,3"]
-    assert main(["export", *words, "--capacity", "96"]) == 0
-    return folder / "bundle"
+    return exported(pair, folder / "bundle", "--aux-layers", "0,1,3", "--capacity", "96")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")

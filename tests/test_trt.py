@@ -25,7 +25,7 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.trt import TrtBinding, TrtSession, open_sessions
 from eagle_chain.runtime.weights import blocks, converted
 from tests.standin import standins
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 CAPACITY = 64
 PROMPT = [3, 141, 59, 26, 53, 58, 97]
@@ -37,11 +37,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair stored as bf16, exported as fp32, with plans of the stand-in."""
     folder = tmp_path_factory.mktemp("trt")
     pair = write_pair(folder, layers=4, aux=[0, 1, 3], dtype="bf16", tied=True)
-    flags = ["--capacity", str(CAPACITY), "--aux-layers", "0,1,3"]
-    assert main(["export", *map(str, pair), "-o", str(folder / "b"), *flags]) == 0
+    bundle = exported(pair, folder / "b", "--capacity", str(CAPACITY), "--aux-layers", "0,1,3")
     with standins():
-        assert main(["build", str(folder / "b"), *BUILD]) == 0
-    return folder / "b"
+        assert main(["build", str(bundle), *BUILD]) == 0
+    return bundle
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from eagle_chain.runtime.ort import OrtSession
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.session import Binding
 from eagle_chain.runtime.verify import add_arguments
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 DOCS = Path(__file__).parents[1] / "docs"
 PROMPTS, LENGTH, NEW, WIDTH, CAPACITY = 3, 8, 30, 5, 48
@@ -46,10 +46,10 @@ Fault = Callable[[Arrays], None]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two bundles of one pair, `bundle` with logits and `bare` without, and a text."""
     folder = tmp_path_factory.mktemp("verify")
-    trunk, draft = write_pair(folder, layers=4, aux=[0, 1, 3], tokenizer=True)
-    words = [str(trunk), str(draft), "--capacity", str(CAPACITY), "--aux-layers", "0,1,3"]
-    assert main(["export", *words, "-o", str(folder / "bundle"), "--debug", "logits"]) == 0
-    assert main(["export", *words, "-o", str(folder / "bare")]) == 0
+    pair = write_pair(folder, layers=4, aux=[0, 1, 3], tokenizer=True)
+    flags = "--capacity", str(CAPACITY), "--aux-layers", "0,1,3"
+    exported(pair, folder / "bundle", *flags, "--debug", "logits")
+    exported(pair, folder / "bare", *flags)
     (folder / "text.txt").write_text(TEXT)
     return folder
 

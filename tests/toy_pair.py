@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from eagle_chain.engines.cli import main
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRUNK_PREFIX = "model.language_model."  # as in the published multimodal checkpoints
@@ -318,6 +321,12 @@ def save(folder: Path, config: Config, tensors: Tensors, shards: int = 1) -> Pat
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return folder
+
+
+def exported(pair: Iterable[Path], bundle: Path, *flags: str) -> Path:
+    """A bundle of checkpoint folders, made by the command."""
+    assert main(["export", *map(str, pair), "-o", str(bundle), *flags]) == 0
+    return bundle
 
 
 def write_tokenizer(folder: Path) -> None:
