@@ -456,9 +456,9 @@ def test_limits_of_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "SECURITY.md").read_text()
     for words in (
         f"has {chat.SECONDS} seconds, {chat.MEMORY >> 30} GB",
-        f"JSON files end at {files.LARGEST_TEXT >> 20} MB",
-        f"safetensors headers at {LARGEST_HEADER // 10**6} MB",
-        f"prompts at {generate.LARGEST_PROMPT >> 20} MB",
+        f"JSON files are read up to {files.LARGEST_TEXT >> 20} MB",
+        f"safetensors headers up to {LARGEST_HEADER // 10**6} MB",
+        f"prompts up to {generate.LARGEST_PROMPT >> 20} MB",
     ):
         assert words in re.sub(r"\s+", " ", page), words
 
