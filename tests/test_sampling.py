@@ -287,11 +287,12 @@ def test_every_capacity_draws_by_the_numbers_of_the_positions(grown: Engines) ->
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "mtp", "ngram"])
-@pytest.mark.parametrize("k", [4, "auto"])
+@pytest.mark.parametrize(("k", "ahead"), [(4, False), (4, True), ("auto", False), ("auto", True)])
 def test_drafts_change_no_draw_across_capacities(
-    grown: Engines, drawn: list[int], drafter: Any, k: Any
+    grown: Engines, drawn: list[int], drafter: Any, k: Any, ahead: bool
 ) -> None:
-    chain = grown.chain(drafter=drafter)
+    """Whether the host decides, or the device as on a GPU."""
+    chain = grown.chain(drafter=drafter, ahead=ahead)
     result = chain.generate(LONG, k=k, **DRAWING)
     assert result.tokens == drawn and chain.cache.capacity == SIZES[-1]
     assert result.stats.accepted > 0
@@ -323,7 +324,7 @@ def test_draws_go_on_from_a_prefix_file(
     first.save(tmp_path / "prefix")
     rest: Options = {**DRAWING, "max_new_tokens": NEW - kept, "append": True}
     want = first.generate(drawn[kept - 1 : kept], **rest)
-    chain = grown.chain()
+    chain = grown.chain(ahead=True)
     chain.generate(LONG, **{**DRAWING, "seed": 2})  # other numbers are in the tables now
     for k in (4, "auto", 0):
         chain.restore(tmp_path / "prefix")
