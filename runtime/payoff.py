@@ -20,10 +20,8 @@ def part_times(engines: Engines, position: int) -> dict[str, float]:
     """Milliseconds of each engine of a round on this machine, medians, by its name in `bench`."""
     options = engines.manifest.options
     sessions, most = engines.of_capacity(options.capacity), options.width - 1
-    plain, drafted = (Stand(sessions, options.capacity, k, position) for k in (0, most))
-    clocks = {"plain": plain.part("plain", CLOCKED)}
-    clocks |= {name: drafted.part(name, CLOCKED) for name in drafted.parts}
-    return {name: clock.median for name, clock in clocks.items()}
+    stand = Stand(sessions, options.capacity, most, position)
+    return {name: stand.part(name, CLOCKED).median for name in stand.parts}
 
 
 def speeds(
@@ -32,7 +30,7 @@ def speeds(
     """For rounds of 0 to `most` drafts: what one gives, what it takes, tokens a second."""
     rows = []
     for k in range(most + 1):
-        times = calls(k, "eagle")
+        times = calls(k, "eagle") if k else {"verify": 1}  # the trunk runs W rows in any case
         if scratch and k:  # its first row stands alone
             times = {**times, "draft": 0, "draft_step": k}
         taken = sum(count * parts[name] for name, count in times.items() if count)

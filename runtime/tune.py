@@ -206,7 +206,8 @@ def _report(
         show("timing", 0, 0)
         parts = part_times(engines, arguments.prompt_tokens)
         by_k = speeds(found, parts, most, scratch=best.scratch)
-        k = fastest(by_k, arguments.k or most)
+        asked = arguments.k or most
+        k = fastest(by_k, asked)
         show("confirming", 0, 0)
         confirmed = confirm(engines, found.texts, k, new, scratch=best.scratch)
     settings = rows(judged, now, best, most)
@@ -222,5 +223,5 @@ def _report(
         "speeds": by_k,
         "best": advice(arguments.bundle, manifest, now, best, k),
         "confirmed": {**confirmed, "judged_tokens_per_pass": by_k[k]["tokens_per_pass"]},
-        "verdict": verdict(settings, k, most),
+        "verdict": verdict(settings, by_k, k, asked),
     }

@@ -35,6 +35,7 @@ def rows(
                 "rounds": sum(map(len, each.accepted(most))),
                 "behind": behind,
                 "error": error,
+                "within_noise": abs(behind) <= NOISE * error and setting != best,
             }
         )
     return sorted(found, key=lambda row: -row["tokens_per_pass"])
@@ -68,8 +69,8 @@ def advice(bundle: Path, manifest: Manifest, now: Setting, best: Setting, k: int
     }
 
 
-def verdict(settings: Sequence[Report], k: int, most: int) -> list[str]:
-    """What the settings and the best number of drafts mean, in sentences."""
+def verdict(settings: Sequence[Report], speeds: Sequence[Report], k: int, asked: int) -> list[str]:
+    """What the settings mean, and k drafts a round instead of those asked for, in sentences."""
     now, best = (next(row for row in settings if row[name]) for name in ("now", "best"))
     first = settings[0]
     found = f"{now['tokens_per_pass']:.2f} tokens a pass"
@@ -84,7 +85,8 @@ def verdict(settings: Sequence[Report], k: int, most: int) -> list[str]:
     if first is not best:
         sentence += (
             f"; {' '.join(first['changed']) or 'no change'} has {-first['behind']:.2f} ± "
-            f"{first['error']:.2f} more yet, which is noise (below {NOISE:g} standard errors)"
+            f"{first['error']:.2f} more yet, which is noise (below {NOISE:g} standard errors): "
+            "more --prompts would tell"
         )
     sentences = [sentence]
     if best["by_position"][0] < LOW:
@@ -93,14 +95,17 @@ def verdict(settings: Sequence[Report], k: int, most: int) -> list[str]:
             "these settings is the cause. The draft was probably made for another trunk, or the "
             "text is unlike what it was trained on; try --drafter mtp or ngram"
         )
+    if k != asked:
+        ours, theirs = (speeds[j]["tokens_per_second"] for j in (k, asked))
+        sentences.append(f"take -k {k}: {ours:.0f} tokens/s expected, {theirs:.0f} with {asked}")
     if not k:
         sentences.append(
             "drafts do not pay on this machine: a round takes more time than its tokens save"
         )
-    elif k == most:
+    elif k == len(speeds) - 1:
         sentences.append(
-            f"{k} drafts a round are the most that a width of {most + 1} has room for: export with "
-            "a larger --width to try more"
+            f"{k} drafts a round are the most that a width of {k + 1} has room for: export with a "
+            "larger --width to try more"
         )
     return sentences
 
@@ -130,7 +135,8 @@ def _settings(report: Report) -> list[str]:
     for row in report["settings"]:
         gap = "" if row["best"] else f"{row['behind']:.2f} ± {row['error']:.2f}"
         shares = "".join(f" {share:5.2f}" for share in row["by_position"])
-        marks = " and ".join(word for word in ("now", "best") if row[word])
+        kinds = {"now": "now", "best": "best", "within_noise": "within noise"}
+        marks = ", ".join(word for kind, word in kinds.items() if row[kind])
         words = " ".join(row["changed"]) or "nothing"
         end = f"  <- {marks}" if marks else ""
         lines.append(f"{row['tokens_per_pass']:8.2f} {gap:>16} {shares}  {words}{end}")

@@ -260,7 +260,7 @@ def test_gain_and_its_error() -> None:
 
 def test_drafts_are_counted_by_what_they_cost() -> None:
     found = Found([text(40)], [[2, 1, 0] * 13])  # 3 tokens a pass from k = 2 on
-    parts = {"plain": 10.0, "verify": 10.0, "encoder": 0.5, "draft": 1.5, "draft_step": 1.0}
+    parts = {"verify": 10.0, "encoder": 0.5, "draft": 1.5, "draft_step": 1.0}
     kept = speeds(found, parts, 4, scratch=False)
     assert [row["round_ms"] for row in kept] == [10, 12, 13, 14, 15]
     assert kept[2]["tokens_per_second"] == pytest.approx(3 / 0.013)
@@ -335,8 +335,11 @@ def test_the_right_pair_is_told_to_stay(
     picture = tmp_path / "acceptance.png"
     assert run(folder / "bundle", "--plot", str(picture)) == 0
     output = capsys.readouterr().out
+    alike = [line for line in output.splitlines() if line.endswith("<- within noise")]
+    assert any("  --rope-theta 1000000  <-" in line for line in alike)
+    assert not any("--rotary-dim 64" in line for line in alike)
     assert "keep the draft as it is" in output and "change it" not in output
-    assert "nothing  <- now and best" in output
+    assert "nothing  <- now, best" in output
     assert "every token is that of plain decoding" in output
     assert f"eagle-chain generate {folder / 'bundle'} -k" in output
     assert "eagle-chain export" not in output
@@ -354,9 +357,14 @@ def test_tokens_that_differ_fail(
 
 
 @pytest.mark.usefixtures("recorded")
-def test_scratch_kv_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scratch_kv_is_found(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"verify": 10.0, "encoder": 0.1, "draft": 0.1, "draft_step": 0.1}
+    monkeypatch.setattr(tune, "part_times", lambda *_: parts)
     assert run(folder / "bundle", "--draft-kv", "scratch", "-k", "3", "--json") == 0
     report = json.loads(capsys.readouterr().out)
+    assert any("take -k 4: " in sentence and "with 3" in sentence for sentence in report["verdict"])
     assert report["best"]["changed"] == ["--draft-kv", "kept"]
     assert report["best"]["draft_kv"] == "kept"
     assert "--draft-kv" not in report["best"]["generate_flags"], "kept is the default"
