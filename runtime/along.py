@@ -108,7 +108,7 @@ class Layer:
             buffer.zero()
         tokens, first = text.tokens, len(text.prompt) - 1
         found = []
-        for row in range(first * scratch, first + text.rounds(0)):
+        for row in range(first if scratch else 0, first + text.rounds(0)):
             position, follows = 0 if scratch else row, tokens[row + 2 : row + 2 + most]
             draft, right = self._step(tokens[row + 1], g[row : row + 1], position), 0
             while row >= first and right < len(follows) and draft == follows[right]:

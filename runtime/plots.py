@@ -24,6 +24,24 @@ def pyplot() -> Any:
     return importlib.import_module("matplotlib.pyplot")
 
 
+def check(path: Path) -> None:
+    """Refuse, before long work, a file that `save` could not write.
+
+    Raises:
+        InputError: matplotlib is missing, there is no such folder, or the ending is no picture's.
+    """
+    pyplot()
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: the plot cannot be written: there is no folder {path.parent}")
+    canvas = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase
+    endings = sorted(canvas.get_supported_filetypes())
+    if path.suffix.lower().lstrip(".") not in endings:
+        raise InputError(
+            f"{path}: the plot cannot be written: its name ends in {path.suffix!r}, expected one "
+            f"of {', '.join(endings)}"
+        )
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a figure to a file and close it.
 

@@ -27,7 +27,7 @@ from eagle_chain.runtime.load import (
     open_engines,
 )
 from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
-from eagle_chain.runtime.plots import pyplot
+from eagle_chain.runtime.plots import check
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         prefix=arguments.prefix,
     )
     if arguments.plot is not None:
-        pyplot()  # whether it is there shows now
+        check(arguments.plot)
     print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
     print(
         f"prompts   {len(prompts)} of {arguments.prompt_tokens} tokens, up to "

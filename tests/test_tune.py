@@ -452,6 +452,22 @@ def test_without_matplotlib_nothing_is_begun(
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("absent/x.png", "there is no folder"), ("x.txt", "ends in '.txt'"), ("x", "ends in ''")],
+)
+def test_a_plot_that_cannot_be_written_is_refused_first(
+    name: str,
+    message: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tune, "Trial", None)
+    assert run(folder / "bundle", "--plot", str(folder / name)) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_interrupt_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
