@@ -13,61 +13,22 @@ from typing import Any
 
 from eagle_chain.engines.aux_layers import read_aux
 from eagle_chain.engines.draft_keys import draft_places, read_variant
-from eagle_chain.engines.fields import (
-    Place,
-    Reader,
-    is_ascending,
-    is_integer,
-    is_number,
-    raise_all,
-    show,
+from eagle_chain.engines.fields import Place, Reader, is_integer, is_number, raise_all
+from eagle_chain.engines.limits import (
+    EMBEDDINGS,
+    HEADS,
+    KEYS,
+    LAYER_KINDS,
+    LAYERS,
+    NORM_EPS,
+    SIZES,
+    draft_problems,
+    size_problems,
+    trunk_problems,
 )
 from eagle_chain.engines.overrides import NONE, ROPE_THETA, DraftOverrides
 
 TRUNK_TYPES = ("qwen3_5", "qwen3_5_text")
-LAYER_KINDS = ("linear_attention", "full_attention")
-
-# The sizes of both models: field -> lowest and highest value that makes sense.
-SIZES = {
-    "vocab_size": (2, 1 << 24),
-    "hidden_size": (1, 1 << 17),
-    "intermediate_size": (1, 1 << 20),
-    "attention_heads": (1, 1 << 10),
-    "kv_heads": (1, 1 << 10),
-    "head_dim": (2, 1 << 12),
-    "linear_key_heads": (1, 1 << 10),
-    "linear_value_heads": (1, 1 << 10),
-    "linear_key_dim": (1, 1 << 12),
-    "linear_value_dim": (1, 1 << 12),
-    "conv_kernel": (2, 16),
-    "rotary_dim": (2, 1 << 12),
-    "max_positions": (1, (1 << 31) - 1),
-    "draft_vocab_size": (2, 1 << 24),
-    "trunk_hidden_size": (1, 1 << 17),
-}
-LAYERS = (1, 1 << 12)
-NORM_EPS = (1e-12, 0.1)
-# How the fields are called in a config.json, where the name differs.
-KEYS = {
-    "attention_heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "linear_key_heads": "linear_num_key_heads",
-    "linear_value_heads": "linear_num_value_heads",
-    "linear_key_dim": "linear_key_head_dim",
-    "linear_value_dim": "linear_value_head_dim",
-    "conv_kernel": "linear_conv_kernel_dim",
-    "max_positions": "max_position_embeddings",
-    "trunk_hidden_size": "target_hidden_size",
-}
-# Weights of a draft that may be the trunk's; own ones have `draft.` before the name.
-EMBEDDINGS = ("embed_tokens.weight", "draft.embed_tokens.weight")
-HEADS = ("draft.lm_head.weight", "lm_head.weight", *EMBEDDINGS)
-# The products of a draft that may have a bias.
-LINEARS = (
-    "fc",
-    *(f"midlayer.self_attn.{part}_proj" for part in "qkvo"),
-    *(f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down")),
-)
 
 
 @dataclass(frozen=True)
@@ -95,17 +56,7 @@ class TrunkConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no checkpoint can have, wherever they come from."""
-        problems = _problems(vars(self))
-        kinds = self.layer_types
-        if not isinstance(kinds, tuple) or not kinds or any(k not in LAYER_KINDS for k in kinds):
-            problems.append(f"layer_types: got {show(kinds)}, wanted {' and '.join(LAYER_KINDS)}")
-        limits = (0, SIZES["vocab_size"][1])
-        ids = self.eos_ids
-        if not isinstance(ids, tuple) or not all(is_integer(i, limits) for i in ids):
-            problems.append(f"eos_ids: got {show(self.eos_ids)}, wanted token ids")
-        if not isinstance(self.tied_head, bool):
-            problems.append(f"tied_head: got {show(self.tied_head)}, wanted true or false")
-        raise_all("trunk config", problems)
+        raise_all("trunk config", trunk_problems(vars(self)))
 
     @property
     def head(self) -> str:
@@ -172,7 +123,7 @@ class TrunkConfig:
         read.pin("num_experts", 0, because="mixtures of experts are not implemented")
         for key in ("quantization_config", "quantization"):  # transformers and MLX
             read.pin(key, because="use the original, unquantised checkpoint")
-        read.problems += _problems(read.values, KEYS)
+        read.problems += size_problems(read.values, KEYS)
         read.finish()
         return TrunkConfig(**read.values)
 
@@ -210,14 +161,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no checkpoint can have, wherever they come from."""
-        problems = _problems(vars(self))
-        layers = self.aux_layers
-        if not isinstance(layers, tuple) or not is_ascending(layers, (0, LAYERS[1] - 1)):
-            problems.append(f"aux_layers: got {show(self.aux_layers)}, wanted ascending layers")
-        if not isinstance(self.aux_source, str):
-            problems.append(f"aux_source: got {show(self.aux_source)}, wanted text")
-        problems += _variant_problems(self)
-        raise_all("draft config", problems)
+        raise_all("draft config", draft_problems(vars(self)))
 
     @property
     def feature_size(self) -> int:
@@ -287,44 +231,9 @@ class DraftConfig:
                 known["head"] = EMBEDDINGS[0]
         _check_same_trunk(read, trunk)
         read_aux(read, everywhere, depth, overrides)
-        read.problems += _problems(read.values, KEYS)
+        read.problems += size_problems(read.values, KEYS)
         read.finish()
         return DraftConfig(**read.values)
-
-
-def _problems(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
-    """Values out of range and sizes that do not fit each other, among those that are there."""
-    read = Reader("", values)
-
-    def name(field: str) -> str:
-        return (names or {}).get(field, field)
-
-    good = {field for field, limits in SIZES.items() if is_integer(values.get(field), limits)}
-    for field in sorted(values.keys() & SIZES.keys() - good):
-        low, high = SIZES[field]
-        read.note(name(field), values[field], f"an integer from {low} to {high}")
-    for field, limits in (("norm_eps", NORM_EPS), ("rope_theta", ROPE_THETA)):
-        if field in values and not is_number(values[field], limits):
-            read.note(name(field), values[field], f"a number from {limits[0]:g} to {limits[1]:g}")
-
-    for whole, part in (
-        ("attention_heads", "kv_heads"),
-        ("linear_value_heads", "linear_key_heads"),
-    ):
-        if {whole, part} <= good and values[whole] % values[part]:
-            wanted = f"a multiple of {name(part)}, which is {values[part]}"
-            read.note(name(whole), values[whole], wanted)
-    if {"rotary_dim", "head_dim"} <= good:
-        rotary, dim = values["rotary_dim"], values["head_dim"]
-        if rotary % 2 or rotary > dim:
-            wanted = f"an even number from 2 to head_dim, which is {dim}"
-            read.note("rotary_dim", rotary, wanted, "check head_dim and partial_rotary_factor")
-    if {"draft_vocab_size", "vocab_size"} <= good:
-        small, whole_vocabulary = values["draft_vocab_size"], values["vocab_size"]
-        if small > whole_vocabulary:
-            wanted = f"at most vocab_size, which is {whole_vocabulary}"
-            read.note("draft_vocab_size", small, wanted)
-    return read.problems
 
 
 def _check_model_type(read: Reader, supported: tuple[str, ...]) -> None:
@@ -421,24 +330,3 @@ def _check_same_trunk(read: Reader, trunk: TrunkConfig) -> None:
     if width is not None and width != trunk.hidden_size:
         key = "target_hidden_size" if read.present("target_hidden_size") else "hidden_size"
         read.note(key, width, f"{trunk.hidden_size}, as in the trunk", other)
-
-
-def _variant_problems(config: DraftConfig) -> list[str]:
-    """Values of the fields that say which variant a draft is."""
-    problems = []
-    flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm", "fc")
-    for name in (*flags, "absolute_d2t"):
-        if not isinstance(getattr(config, name), bool):
-            problems.append(f"{name}: got {show(getattr(config, name))}, wanted true or false")
-    for name, allowed in (("embedding", EMBEDDINGS), ("head", HEADS)):
-        if getattr(config, name) not in allowed:
-            wanted = f"one of {', '.join(allowed)}"
-            problems.append(f"{name}: got {show(getattr(config, name))}, wanted {wanted}")
-    biases, sources = config.biases, config.sources
-    if not isinstance(biases, tuple) or biases != tuple(n for n in LINEARS if n in biases):
-        problems.append(f"biases: got {show(biases)}, wanted some of {', '.join(LINEARS)}")
-    if not isinstance(sources, tuple) or not all(isinstance(s, str) for s in sources):
-        problems.append(f"sources: got {show(sources)}, wanted texts")
-    if not is_number(config.logit_scale, (1e-6, 1e6)):
-        problems.append(f"logit_scale: got {show(config.logit_scale)}, wanted a number above 0")
-    return problems

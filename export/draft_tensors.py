@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from eagle_chain.engines.config import EMBEDDINGS, HEADS, LINEARS, DraftConfig, TrunkConfig
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.draft_keys import LAYER_KEY, stated
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.limits import EMBEDDINGS, HEADS, LINEARS
 from eagle_chain.export.tensor_values import Array, array, same
 from eagle_chain.export.weight_files import StoredTensor
 

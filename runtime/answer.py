@@ -11,7 +11,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import phases
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.diagnosis import likely_cause
-from eagle_chain.runtime.request import Options
+from eagle_chain.runtime.request import RequestOptions
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ def answer(
     draft_kv: str = "kept",
     prefix: Path | None = None,
     save_prefix: Path | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[RequestOptions],
 ) -> Answer:
     """Run a request, showing its text while it comes.
 
@@ -161,7 +161,7 @@ def answer(
     return Answer("".join(text), result, plain, drafter, draft_kv, drawn)
 
 
-def _rounds(chain: Chain, prompt: Sequence[int], options: Options) -> Iterator[Round]:
+def _rounds(chain: Chain, prompt: Sequence[int], options: RequestOptions) -> Iterator[Round]:
     """A request's rounds, with the progress of a prompt that takes its time on stderr."""
     before = len(chain.cache.tokens) if options["append"] else 0
     with phases("prompt", PATIENCE) as show:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_chain.engines.bound import read_bound
-from eagle_chain.engines.config import HEADS, DraftConfig, TrunkConfig
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
+from eagle_chain.engines.limits import HEADS
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.engines.strict_json import decode

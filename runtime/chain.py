@@ -20,7 +20,7 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.decoder import PLAIN, Decoder
 from eagle_chain.runtime.drafters import Drafter
 from eagle_chain.runtime.prefill import Prefill
-from eagle_chain.runtime.request import Fed, Options, Request, token_ids, unheard, whole
+from eagle_chain.runtime.request import Fed, Request, RequestOptions, token_ids, unheard, whole
 from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.stats import Result, Round, Stats
@@ -97,7 +97,7 @@ class Chain:
         """The rounds of that cache that need no host."""
         return self._ladder.rung.device
 
-    def stream(self, ids: Sequence[int], **options: Unpack[Options]) -> Iterator[int]:
+    def stream(self, ids: Sequence[int], **options: Unpack[RequestOptions]) -> Iterator[int]:
         """Yield tokens one by one.
 
         A consumer that stops early leaves the chain with exactly the tokens it has seen: the last
@@ -126,7 +126,7 @@ class Chain:
         return self._tokens(self._checked(ids, **options))
 
     def rounds(
-        self, ids: Sequence[int], *, fed: Fed = unheard, **options: Unpack[Options]
+        self, ids: Sequence[int], *, fed: Fed = unheard, **options: Unpack[RequestOptions]
     ) -> Iterator[Round]:
         """Yield a request round by round, the prompt first; arguments and errors as in `stream`.
 
@@ -134,7 +134,7 @@ class Chain:
         """
         return self._rounds(self._checked(ids, fed, **options))
 
-    def generate(self, ids: Sequence[int], **options: Unpack[Options]) -> Result:
+    def generate(self, ids: Sequence[int], **options: Unpack[RequestOptions]) -> Result:
         """Run a request to its end; arguments and errors as in `stream`."""
         stats, tokens, reason = Stats(), list[int](), ""
         for round in self._rounds(self._checked(ids, **options)):

@@ -18,7 +18,7 @@ def unheard(held: int) -> None:
     """Nobody waits for the prompt."""
 
 
-class Options(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
     """What a request may say beside its prompt, see `Chain.stream`."""
 
     max_new_tokens: int | None

@@ -22,7 +22,7 @@ from eagle_chain.export.sampling import sample
 from eagle_chain.export.standard import Standard
 from eagle_chain.runtime import Engines, load, open_engines
 from eagle_chain.runtime.exactness import Script
-from eagle_chain.runtime.request import Options
+from eagle_chain.runtime.request import RequestOptions
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 PROMPT = [1, 200, 300, 400, 500, 600, 700]
@@ -150,7 +150,7 @@ def bundle(
 def test_drafts_do_not_change_what_is_drawn(bundle: tuple[Path, str], temperature: float) -> None:
     chain = load(bundle[0], threads=1)
     for seed in (0, 2**64 - 1):
-        options: Options = {"max_new_tokens": 24, "temperature": temperature, "seed": seed}
+        options: RequestOptions = {"max_new_tokens": 24, "temperature": temperature, "seed": seed}
         plain = chain.generate(PROMPT, k=0, **options)
         for k in (1, 4):
             drafted = chain.generate(PROMPT, k=k, **options)
@@ -177,7 +177,7 @@ def test_an_appended_request_goes_on_with_the_numbers_of_its_positions(
     bundle: tuple[Path, str],
 ) -> None:
     chain = load(bundle[0], threads=1)
-    options: Options = {"temperature": 1.0, "seed": 11, "stop_ids": ()}
+    options: RequestOptions = {"temperature": 1.0, "seed": 11, "stop_ids": ()}
     whole = chain.generate(PROMPT, max_new_tokens=30, **options).tokens
     first = chain.generate(PROMPT, max_new_tokens=13, **options).tokens
     rest = chain.generate([first[-1]], max_new_tokens=17, append=True, **options).tokens
@@ -246,7 +246,7 @@ def test_a_prompt_in_wide_calls_leads_to_the_same_draws(tmp_path: Path) -> None:
     words = [str(DEMO / "trunk"), str(DEMO / "draft"), "-o", str(folder), "--capacity", "128"]
     assert command(["export", *words, "--sampling", "--prefill", "32"]) == 0
     chain, prompt = load(folder, threads=1), [*range(100, 180)]
-    options: Options = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
+    options: RequestOptions = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
     assert chain.generate(prompt, k=0, **options).stats.trunk_calls < 30
     assert chain.generate(prompt, k=0, **options).tokens == chain.generate(prompt, **options).tokens
 
@@ -271,7 +271,7 @@ def drawn(grown: Engines) -> list[int]:
     return grown.chain(drafter="none").generate(LONG, k=0, **DRAWING).tokens
 
 
-DRAWING: Options = {"max_new_tokens": NEW, "temperature": 0.6, "seed": 6, "stop_ids": ()}
+DRAWING: RequestOptions = {"max_new_tokens": NEW, "temperature": 0.6, "seed": 6, "stop_ids": ()}
 
 
 def test_every_capacity_draws_by_the_numbers_of_the_positions(grown: Engines) -> None:
@@ -322,7 +322,7 @@ def test_draws_go_on_from_a_prefix_file(
     first = grown.chain()
     assert first.generate(LONG, **{**DRAWING, "max_new_tokens": kept}).tokens == drawn[:kept]
     first.save(tmp_path / "prefix")
-    rest: Options = {**DRAWING, "max_new_tokens": NEW - kept, "append": True}
+    rest: RequestOptions = {**DRAWING, "max_new_tokens": NEW - kept, "append": True}
     want = first.generate(drawn[kept - 1 : kept], **rest)
     chain = grown.chain(ahead=True)
     chain.generate(LONG, **{**DRAWING, "seed": 2})  # other numbers are in the tables now
