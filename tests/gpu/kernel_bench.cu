@@ -6,6 +6,7 @@
 //   ./bench prompts   the kernels that take many rows
 #include <algorithm>
 #include <cmath>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -412,7 +413,52 @@ struct Trunk {
   }
 };
 
-// What a linear layer launches for P rows of a prompt, from other states each time; microseconds each.
+__global__ void fill_floats(float* x, size_t n, float centre, float scale) {
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+    unsigned h = unsigned(i) * 2654435761u;
+    h ^= h >> 15; h *= 2246822519u; h ^= h >> 13;
+    x[i] = centre + (float(h & 0xffff) / 32768.0f - 1.0f) * scale;
+  }
+}
+// The delta rule row by row in fp64, one thread a value column; S and out as the kernels leave them.
+__global__ void plain_rule(PromptTensors t, PromptSizes n, double* after, double* out) {
+  const int head = blockIdx.x, column = threadIdx.x, key_head = head / (n.value_heads / n.key_heads);
+  double S[128];
+  for (int k = 0; k < 128; ++k) S[k] = t.S[(size_t(head) * 128 + k) * 128 + column];
+  for (int r = 0; r < t.kept[0]; ++r) {
+    const double delta = t.log_delta[(size_t(r) * n.value_heads + head) * 128 + column];
+    for (int k = 0; k < 128; ++k) {
+      const double key = t.log_key[(size_t(r) * n.key_heads + key_head) * 128 + k];
+      S[k] = S[k] * t.log_decay[r * n.value_heads + head] + key * delta;
+    }
+  }
+  for (int r = 0; r < n.rows; ++r) {
+    const float* q = t.qkv + size_t(r) * n.channels() + key_head * 128;
+    const float* k = q + n.keys();
+    double qq = 1e-6, kk = 1e-6, recalled = 0, asked = 0;
+    for (int d = 0; d < 128; ++d) { qq += double(q[d]) * q[d]; kk += double(k[d]) * k[d]; }
+    const double fade = t.decay[size_t(head) * n.padded + r];
+    for (int d = 0; d < 128; ++d) { S[d] *= fade; recalled += S[d] * k[d]; }
+    const double value = t.qkv[size_t(r) * n.channels() + 2 * n.keys() + head * 128 + column];
+    const double delta = t.beta[size_t(head) * n.padded + r] * (value - recalled / sqrt(kk));
+    for (int d = 0; d < 128; ++d) { S[d] += k[d] / sqrt(kk) * delta; asked += S[d] * q[d]; }
+    out[(size_t(r) * n.value_heads + head) * 128 + column] = asked / sqrt(qq * 128);
+  }
+  for (int k = 0; k < 128; ++k) after[(size_t(head) * 128 + k) * 128 + column] = S[k];
+}
+double apart(const float* got, const double* want, size_t count) {
+  std::vector<float> a(count); std::vector<double> b(count);
+  cudaMemcpy(a.data(), got, count * 4, cudaMemcpyDeviceToHost); cudaMemcpy(b.data(), want, count * 8, cudaMemcpyDeviceToHost);
+  double worst = 0, size = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (!(std::abs(a[i] - b[i]) <= worst)) worst = std::abs(a[i] - b[i]);  // NaN stays
+    size = std::max(size, std::abs(b[i]));
+  }
+  return worst / size;
+}
+
+// What a linear layer launches for P rows of a prompt: the rule against fp64, then microseconds of each
+// launch from other states each time.
 void prompts() {
   T *pool, *x, *y;
   const size_t pooled = size_t(3) << 30;
@@ -423,7 +469,7 @@ void prompts() {
     return captured_us([&] { for (int i = 0; i < count; ++i) work(i); }, 7) / count;
   };
   float* f; const size_t floats = size_t(1) << 28;
-  check(cudaMalloc(&f, floats * 4), "f"); check(cudaMemset(f, 0x3c, floats * 4), "values");  // 0.0115
+  check(cudaMalloc(&f, floats * 4), "f"); check(cudaMemset(f, 0, floats * 4), "zeros");
   int32_t* counts; cudaMalloc(&counts, 8);
   printf("prompt_walk: %d threads, %zu bytes of shared memory; prompt_solve: %zu bytes\n", WALK_THREADS<32>, walk_bytes<128, 32>(), solve_bytes<128>());
   for (int rows : {256, 512, 1024, 2048}) {
@@ -435,14 +481,15 @@ void prompts() {
     auto take = [&](size_t count) { float* p = free_from; free_from += count; return p; };
     PromptTensors t = {};
     t.u = pool; t.z = pool + P * n.channels(); t.b = x; t.a = x + 131072; t.window = x;
-    t.conv = take(n.channels() * CONV); t.rate = t.bias = t.norm = t.conv;
-    t.log_key = t.log_delta = t.log_decay = take(5 * 4096);
+    auto drawn = [&](size_t count, float centre, float scale) { float* p = take(count); fill_floats<<<256, 256>>>(p, count, centre, scale); return p; };
+    t.conv = drawn(n.channels() * CONV, 0.0f, 30.0f); t.rate = drawn(32, 0.0f, 1.0f); t.bias = drawn(32, -4.0f, 2.0f); t.norm = drawn(128, 1.0f, 0.1f);
+    t.log_key = drawn(5 * 2048, 0.0f, 0.1f); t.log_delta = drawn(5 * 4096, 0.0f, 1.0f); t.log_decay = drawn(5 * 32, 0.9f, 0.1f);
     t.next_key = t.next_delta = t.next_decay = take(5 * 4096);
     t.kept = counts; t.valid = counts + 1; t.y = y; t.next_window = y + (1 << 24);
     t.qkv = take(P * n.channels()); t.units = take(2 * P * n.keys()); t.mixed = take(P * n.values());
     t.decay = take(32 * P); t.beta = take(32 * P); t.reach = take(32 * P); t.tail = take(32 * P);
     t.solve = take(32 * P * CHUNK); t.seen = take(32 * P * CHUNK);
-    float* states = take(24 * 2 * S);
+    float* states = drawn(24 * 2 * S, 0.0f, 1.0f);
     check(free_from <= f + floats ? cudaSuccess : cudaErrorMemoryAllocation, "room");
     auto at = [&](int i) { t.S = states + i % 24 * 2 * S; t.next_S = states + (i % 24 * 2 + 1) * S; };
     const bool dep = true;
@@ -451,7 +498,15 @@ void prompts() {
     auto walk = [&] { return launch_pooled(walk_bytes<128, 32>(), prompt_walk<128, 32>, dim3(4, 32), WALK_THREADS<32>, stream, dep, t, n); };
     auto norm = [&] { return launch(prompt_norm<T>, dim3(unsigned(rows * 32 / (PROMPT_NORM_THREADS / 32))), PROMPT_NORM_THREADS, stream, dep, t, n); };
     auto said = [](const char* error) { if (error) printf("%s\n", error); };
-    printf("P = %d:", rows);
+    double *S_plain, *out_plain;
+    check(cudaMalloc(&S_plain, S * 8), "S"); check(cudaMalloc(&out_plain, P * n.values() * 8), "out");
+    check(cudaDeviceSynchronize(), "drawn");
+    at(0); said(make_rows()); said(solve()); said(walk()); said(norm());
+    check(cudaStreamSynchronize(stream), "the rule");
+    plain_rule<<<32, 128>>>(t, n, S_plain, out_plain);
+    check(cudaDeviceSynchronize(), "plain rule");
+    printf("P = %d: apart from fp64: out %.1e, S %.1e;", rows, apart(t.mixed, out_plain, P * n.values()), apart(t.next_S, S_plain, S));
+    cudaFree(S_plain); cudaFree(out_plain);
     printf(" rows %.1f", chained_us(24, [&](int i) { at(i); said(make_rows()); }));
     printf(", solve %.1f", chained_us(24, [&](int i) { at(i); said(solve()); }));
     printf(", walk %.1f", chained_us(24, [&](int i) { at(i); said(walk()); }));
