@@ -29,6 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,9 @@ def other_value(rng: random.Random, content: bytes) -> bytes:
     """JSON with a value or two that are odd, gone, doubled, renamed or a little off."""
     data = json.loads(content)
     for _ in range(rng.choice([1, 1, 2])):
-        *path, key = rng.choice(spots(data))
+        if not (found := spots(data)):
+            break
+        *path, key = rng.choice(found)
         holder = data
         for step in path:
             holder = holder[step]
@@ -101,13 +104,13 @@ def other_value(rng: random.Random, content: bytes) -> bytes:
         elif what == 1 and isinstance(holder, dict):
             holder[rng.choice(["x", "", "model_type", "\ud800"])] = holder.pop(key)
         elif what == 2 and isinstance(holder, list):
-            holder.append(holder[key])
+            holder.append(deepcopy(holder[key]))
         elif what == 3 and type(holder[key]) is int:
             holder[key] += rng.choice([1, -1, 2, 8, -8, 1000])
         elif what == 4:
             holder[key] = [holder[key]]
         else:
-            holder[key] = rng.choice(WEIRD)
+            holder[key] = deepcopy(rng.choice(WEIRD))
     return json.dumps(data).encode()
 
 
