@@ -81,10 +81,10 @@ class Adaptive:
     and a position never judged is thought to be as good as the one before it. Times are medians of
     this chain's own clocks: one for the trunk (a pass takes as long with drafts as without, its
     rows are always W), one for the drafter per k. Drafting is off while 0 drafts pay best. The
-    drafter must take in every row all the same, an extend per W tokens; that extend gives one
-    draft for nothing, so off means: one draft once per W tokens, by which a text that has become
-    easy is noticed. Where even that extend is dear, a request that nobody can draft for is given
-    up: a later request that appends finds a gap in the drafter's KV.
+    drafter must still take in every row, an extend per W tokens. That extend gives one draft at no
+    extra cost, so off means one draft per W tokens, which notices when a text has become easy.
+    Where even that extend is expensive, drafting is given up for the rest of a request; a later
+    request that appends then finds a gap in the drafter's KV.
 
     Args:
         width: Rows W of a trunk call.

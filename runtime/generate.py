@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-k",
         type=drafts,
-        help="guesses per trunk pass; auto: for each as many as pay by what the last ones gave "
-        "and took (as many as the bundle has)",
+        help="guesses per trunk pass; auto chooses a number for each pass by the acceptance and "
+        "the timings of the last ones (as many as the bundle has)",
     )
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=256, help="most tokens to add (256)"
