@@ -130,6 +130,9 @@ def dispatch(words: list[str]) -> Outcome:
 
 def _top_level(words: list[str]) -> Outcome:
     """`--help` (also without a word), `--version`, or a word that is no command."""
+    if "--version" in words and set(words) <= {"--version", "--json"}:
+        print(_version())
+        return Outcome({"version": VERSION})
     listing = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
     parser = _Parser(
         prog="eagle-chain",

@@ -30,6 +30,11 @@ def phases(label: str, patience: float = 0.0) -> Iterator[Callable[[str, int, in
         yield advance
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def human_bytes(count: float) -> str:
     """12.3 MB; powers of 1000, as disks and downloads count."""
     for unit in ("B", "kB", "MB", "GB"):

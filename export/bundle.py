@@ -16,7 +16,9 @@ from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.derived import Derived
+from eagle_chain.engines.draft_keys import is_draft
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.manifest import (
     HALF_WRITTEN,
     MANIFEST,
@@ -81,6 +83,7 @@ def read_pair(
         overrides: What to take instead of the draft's config.
         mtp: Whether to take the trunk's own head, if it has one.
     """
+    _check_order(trunk, draft)
     if draft is None:
         config, files = open_trunk(trunk)
         pair = Pair(config, None, files, None, overrides)
@@ -88,6 +91,14 @@ def read_pair(
         (config, files), (draft_config, draft_files) = open_pair(trunk, draft, overrides)
         pair = Pair(config, draft_config, files, draft_files, overrides)
     return replace(pair, mtp=open_mtp(files, config)) if mtp else pair
+
+
+def _check_order(trunk: Path, draft: Path | None) -> None:
+    """Refuse a draft in the place of the trunk by that name, not by a missing key of a trunk."""
+    config = trunk / "config.json"
+    if config.is_file() and is_draft(read_json(config)):
+        order = "TRUNK DRAFT" if draft is None else f"{draft} {trunk}"
+        raise InputError(f"{trunk}: is a draft by its config.json; the trunk comes first: {order}")
 
 
 def export_bundle(

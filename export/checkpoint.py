@@ -19,6 +19,7 @@ from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import raise_all, read_json
 from eagle_chain.engines.overrides import NONE, DraftOverrides
+from eagle_chain.engines.progress import counted
 from eagle_chain.export import draft_tensors
 from eagle_chain.export.tensor_shapes import CONV, Shape, draft_shapes, mtp_shapes, trunk_shapes
 from eagle_chain.export.tensor_values import Array, array, mapped, same
@@ -265,5 +266,7 @@ def _check(
     ):
         if names:
             rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            problems.append(f"{len(names)} tensors {what}: {', '.join(names[:SHOWN])}{rest}")
+            problems.append(
+                f"{counted(len(names), 'tensor')} {what}: {', '.join(names[:SHOWN])}{rest}"
+            )
     raise_all(str(folder), problems)

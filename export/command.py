@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         default=Options.dtype,
-        help="of activations, and of KV without --kv: fp32 runs everywhere; fp16 and bf16 need a "
-        "GPU and halve the memory of weights and KV there (fp32)",
+        help="of activations, and of KV without --kv: fp32 and fp16 run everywhere, bf16 needs a "
+        "GPU; both 16-bit types halve the memory of weights and KV there (fp32)",
     )
     parser.add_argument(
         "--kv",
@@ -158,6 +158,12 @@ def run(arguments: argparse.Namespace) -> Outcome:
     for _, _, checkpoint in pair.checkpoints:
         for notice in checkpoint.notices:
             print(f"notice   {notice}", file=sys.stderr)
+    if not (arguments.trunk / "tokenizer.json").is_file():
+        print(
+            f"notice   {arguments.trunk}: has no tokenizer.json, so the bundle takes token ids "
+            "only (generate --ids); put it there first, or into BUNDLE/tokenizer later",
+            file=sys.stderr,
+        )
     made = pair.trunk_config, pair.draft_config, ignored_tensors(pair), options, overrides
     for line in pair_lines(*made, mtp=pair.mtp is not None):
         print(line, flush=True)

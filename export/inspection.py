@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.draft_keys import is_draft
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.inspection import draft_lines, ignored_line, source_lines, trunk_line
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.strict_json import encode
-from eagle_chain.export.checkpoint import Checkpoint, open_draft, open_trunk
+from eagle_chain.export.checkpoint import Checkpoint, open_draft, open_mtp, open_trunk
 
 
 def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
@@ -24,11 +25,30 @@ def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
     config, checkpoint = open_trunk(folder if trunk is None else trunk)
     if trunk is None:
         print(f"trunk    {trunk_line(config)}")
-        return _report("trunk", encode(config), checkpoint)
+        checkpoint.ignored.pop("mtp", None)  # `export` takes them
+        return {**_report("trunk", encode(config), checkpoint), "mtp": _mtp(config, checkpoint)}
     draft_config, checkpoint = open_draft(folder, config, checkpoint)
     for line in (*draft_lines(draft_config), *source_lines(draft_config)):
         print(line)
     return _report("draft", encode(draft_config), checkpoint)
+
+
+def _mtp(config: TrunkConfig, checkpoint: Checkpoint) -> bool:
+    """Whether `export` would take the trunk's own draft head, which is also printed."""
+    try:
+        head = open_mtp(checkpoint, config)
+    except InputError as error:
+        print(f"mtp      export refuses the trunk's own draft head: {error}")
+        return False
+    if head is None:
+        print("mtp      none: the trunk has no draft head of its own")
+        return False
+    size = sum(tensor.nbytes for tensor in head.tensors.values())
+    print(
+        f"mtp      {len(head.tensors)} tensors, {human_bytes(size)}: the trunk's own draft head, "
+        "which export takes along (--no-mtp leaves it out)"
+    )
+    return True
 
 
 def _report(kind: str, config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:

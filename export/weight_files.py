@@ -19,6 +19,7 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import is_integer, parse_json, raise_all, read_json, show
 from eagle_chain.engines.files import open_plain
+from eagle_chain.engines.progress import counted
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -231,7 +232,7 @@ def _read_indexed(folder: Path, present: list[str]) -> WeightFolder:
         weight_map.get(name) != file for file, header in headers.items() for name in header
     )
     if unlisted:
-        notices.append(f"{unlisted} tensors of the shards are not in {INDEX} and were left aside")
+        notices.append(f"left aside, not in {INDEX}: {counted(unlisted, 'tensor')} of the shards")
     tensors = {name: headers[file][name] for name, file in weight_map.items()}
     return WeightFolder(tensors, tuple(notices))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.progress import phases
+from eagle_chain.engines.progress import counted, phases
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.diagnosis import likely_cause
 from eagle_chain.runtime.request import RequestOptions
@@ -29,7 +29,7 @@ Show = Callable[[str, bool], None]  # a piece of text, and whether a draft was a
 class Answer:
     """A continuation and its cost; `plain` is the same request without drafts, if it was run."""
 
-    text: str
+    text: str | None  # None where there is no tokenizer: ids were given and shown
     result: Result
     plain: Result | None
     drafter: str = "eagle"
@@ -65,7 +65,7 @@ class Answer:
         """The cost in a few short lines for people."""
         stats = self.result.stats
         finish = FINISHES[self.result.finish_reason]
-        parts = [f"{stats.tokens} tokens ({finish}){VERDICTS[self.exact]}"]
+        parts = [f"{counted(stats.tokens, 'token')} ({finish}){VERDICTS[self.exact]}"]
         if shares := stats.acceptance_by_position:
             drafts = f"drafts 1..{len(shares)}" if len(shares) > 1 else "draft 1"
             parts.append(f"{drafts} accepted {' '.join(f'{share:.0%}' for share in shares)}")
@@ -97,7 +97,7 @@ class Answer:
 
 def answer(
     chain: Chain,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     prompt: Sequence[int],
     *,
     check: bool,
@@ -112,8 +112,8 @@ def answer(
 
     Args:
         chain: Runs it; `check` runs it a second time with no drafts.
-        tokenizer: Turns tokens into text.
-        prompt: Token ids.
+        tokenizer: Turns tokens into text; None: the ids are shown.
+        prompt: Token ids; none of them, behind a `prefix`, to go on with the token it leaves.
         check: Whether to compare with plain greedy decoding.
         show: Called with every piece of text.
         drafter: Who guesses on this chain, for warnings.
@@ -127,7 +127,7 @@ def answer(
             read or written.
     """
     stats, tokens, reason, text = Stats(), list[int](), "", list[str]()
-    stream = tokenizer.stream()
+    stream = tokenizer.stream() if tokenizer else IdStream()
 
     def put(piece: str, drafted: bool) -> None:
         if piece:
@@ -135,14 +135,19 @@ def answer(
             show(piece, drafted)
 
     try:
-        before = None
+        before, head = None, list[int]()
         if prefix is not None:
             chain.restore(prefix)
             before = chain.snapshot() if check else None  # the file may be the one to save into
+            if not prompt:
+                prompt = head = _next(chain, options)
+                tokens, stats.tokens = list(head), len(head)
         options["append"] = prefix is not None
         for round in _rounds(chain, prompt, options):
-            if save_prefix is not None and round.prompt_tokens:
-                chain.save(save_prefix)
+            if round.prompt_tokens:
+                if save_prefix is not None:
+                    chain.save(save_prefix)
+                put("".join(map(stream.push, head)), False)
             stats.add(round)
             tokens += round.tokens
             reason = round.finish_reason or reason
@@ -155,10 +160,24 @@ def answer(
                 chain.rollback(before)
             options["k"] = 0
             plain = chain.generate(prompt, **options)
+            plain.tokens[:0] = head
     except FloatingPointError as error:
         raise InputError(str(error)) from error
     result, drawn = Result(tokens, reason, stats), options.get("temperature", 0.0) > 0
-    return Answer("".join(text), result, plain, drafter, draft_kv, drawn)
+    shown = "".join(text) if tokenizer else None
+    return Answer(shown, result, plain, drafter, draft_kv, drawn)
+
+
+def _next(chain: Chain, options: RequestOptions) -> list[int]:
+    """The token that a restored sequence is to go on with; it counts as one of the new ones."""
+    budget, pending = options.get("max_new_tokens"), chain.cache.pending
+    if budget == 0:
+        raise InputError("there is nothing to do: no prompt behind the prefix, no new tokens")
+    if pending in chain.stop_ids:
+        raise InputError("the prefix ends where the text ends: only a prompt can follow it")
+    if budget is not None:
+        options["max_new_tokens"] = budget - 1
+    return [] if pending is None else [pending]
 
 
 def _rounds(chain: Chain, prompt: Sequence[int], options: RequestOptions) -> Iterator[Round]:
@@ -171,6 +190,22 @@ def _rounds(chain: Chain, prompt: Sequence[int], options: RequestOptions) -> Ite
         first = next(rounds)
     yield first
     yield from rounds
+
+
+class IdStream:
+    """Ids in the place of text: the answer to a prompt of ids."""
+
+    def __init__(self) -> None:
+        self._between = ""
+
+    def push(self, token: int) -> str:
+        """The id, behind a comma if it is not the first."""
+        between, self._between = self._between, ","
+        return f"{between}{token}"
+
+    def end(self) -> str:
+        """Nothing: no id waits for another one."""
+        return ""
 
 
 def printable(text: str) -> str:

@@ -19,6 +19,7 @@ from eagle_chain.runtime.load import Engines, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 PAIR = Path(__file__).resolve().parent.parent / "demo"  # in a source tree only
+HERE = Path("demo")  # of a clone that the package was installed from
 PROMPTS = {  # register -> prompt; the pair learnt each kind of text behind its own token
     "code": (
         '<|py|>"""Read a log file and count how often each host appears."""\n\n'
@@ -44,6 +45,14 @@ NOTHING = ("", "")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain demo` takes."""
     parser.add_argument(
+        "pair",
+        metavar="PAIR",
+        type=Path,
+        nargs="?",
+        help="folder that holds the pair as trunk and draft (demo, in the source tree or the "
+        "current folder)",
+    )
+    parser.add_argument(
         "--bundle", metavar="DIR", type=Path, help="keep the bundle there (a temporary folder)"
     )
     parser.add_argument("-k", type=int, default=4, help="guesses per trunk pass, 1 to 8 (4)")
@@ -62,12 +71,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Export the pair, run every prompt with drafts and without, compare."""
     if not 1 <= arguments.k <= 8:
         raise InputError(f"-k is {arguments.k}, expected 1 to 8")
-    config = PAIR / "trunk" / "config.json"
-    if not config.is_file():
-        raise InputError(
-            "the demo pair is not part of the installed package: clone the repository and run "
-            "scripts/demo.sh there, or use `eagle-chain export` on a pair of your own"
-        )
+    pair = _pair(arguments.pair)
+    config = pair / "trunk" / "config.json"
     room = TrunkConfig.from_json(read_json(config), str(config)).max_positions - PROMPT_ROOM
     if not 1 <= arguments.max_new_tokens <= room:
         raise InputError(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 to {room}")
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         if bundle is None:
             temporary = tempfile.TemporaryDirectory(prefix="eagle-chain-")
             bundle = Path(stack.enter_context(temporary), "bundle")
-        words = [str(PAIR / "trunk"), str(PAIR / "draft"), "-o", str(bundle)]
+        words = [str(pair / "trunk"), str(pair / "draft"), "-o", str(bundle)]
         width, capacity = max(5, arguments.k + 1), PROMPT_ROOM + max(256, arguments.max_new_tokens)
         dispatch(["export", *words, "--width", str(width), "--capacity", str(capacity)])
         engines = open_engines(bundle)
@@ -90,6 +95,21 @@ def run(arguments: argparse.Namespace) -> Outcome:
             for name, prompt in PROMPTS.items()
         }
     return _outcome(answers)
+
+
+def _pair(named: Path | None) -> Path:
+    """The folder of the pair: as named, else that of the source tree or of the current folder."""
+    places = (PAIR, HERE) if named is None else (named,)
+    for place in places:
+        if (place / "trunk" / "config.json").is_file():
+            return place
+    if named is not None:
+        raise InputError(f"{named}: has no trunk/config.json; name the folder demo of a clone")
+    raise InputError(
+        "the demo pair is not part of the installed package, and the current folder has no "
+        "demo/trunk: run this in a clone of the repository (or scripts/demo.sh there), name its "
+        "folder demo, or use `eagle-chain export` on a pair of your own"
+    )
 
 
 def _one(

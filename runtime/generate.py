@@ -11,6 +11,7 @@ from typing import BinaryIO, Literal, cast
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_bounded
 from eagle_chain.engines.outcome import Outcome
+from eagle_chain.engines.progress import counted
 from eagle_chain.runtime.answer import answer, printable
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTER_HELP, DRAFTERS, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="UTF-8 file with that text; one newline at its end is left out",
+    )
+    prompt.add_argument(
+        "--ids",
+        metavar="ID,...",
+        type=token_numbers,
+        help="token ids in place of a text, with commas between or as a JSON list: the answer is "
+        "ids as well, and no tokenizer is needed",
     )
     parser.add_argument(
         "--chat",
@@ -79,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix",
         metavar="FILE",
         type=Path,
-        help="go on from a sequence kept with --save-prefix: the text is put behind it",
+        help="go on from a sequence kept with --save-prefix: the text is put behind it; without "
+        "one, the tokens begin with the one that was next when the file was made",
     )
     parser.add_argument(
         "--rollback",
@@ -103,16 +112,21 @@ def run(arguments: argparse.Namespace) -> Outcome:
             "--chat puts the text into a template of its own, which cannot follow a --prefix; "
             "give the text as the template would have it"
         )
-    text = _prompt(arguments.prompt, arguments.prompt_file)
+    if arguments.chat and arguments.ids is not None:
+        raise InputError("--chat is for text; give --ids as the template would have them")
+    follows = arguments.prefix is not None
+    text = "" if arguments.ids is not None else _prompt(arguments, may_lack=follows)
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
     chain = engines.chain(
         drafter=arguments.drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback
     )
-    tokenizer = Tokenizer(arguments.bundle)
-    if arguments.chat:
+    tokenizer = Tokenizer(arguments.bundle) if arguments.ids is None else None
+    if tokenizer is None:
+        prompt = arguments.ids
+    elif arguments.chat:
         prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
     else:
-        prompt = tokenizer.encode(text, special=arguments.prefix is None)
+        prompt = tokenizer.encode(text, special=not follows)
 
     def show(piece: str, drafted: bool) -> None:
         print(printable(piece), end="", flush=True)
@@ -134,12 +148,21 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     print()
     stats = given.result.stats
-    fed = f"prompt of {stats.prompt_tokens} tokens in {stats.prompt_seconds:.2f} s"
+    fed = f"prompt of {counted(stats.prompt_tokens, 'token')} in {stats.prompt_seconds:.2f} s"
     lines = "\n ".join([fed, *given.summary()])
     print(f"[{lines}]", file=sys.stderr)
     for warning in given.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return Outcome(given.to_json(), passed=given.exact is not False)
+
+
+def token_numbers(text: str) -> list[int]:
+    """What --ids takes."""
+    try:
+        return [int(word) for word in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    except ValueError:
+        message = f"got {text!r}, wanted token ids like 1,2,3 or [1, 2, 3]"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def drafts(text: str) -> int | Literal["auto"]:
@@ -152,8 +175,10 @@ def drafts(text: str) -> int | Literal["auto"]:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
-def _prompt(text: str | None, file: Path | None) -> str:
+def _prompt(arguments: argparse.Namespace, *, may_lack: bool) -> str:
     """The text to continue: the argument as it is, or a file without the newline at its end."""
+    text: str | None = arguments.prompt
+    file: Path | None = arguments.prompt_file
     if text is not None:
         try:
             text.encode()
@@ -161,7 +186,11 @@ def _prompt(text: str | None, file: Path | None) -> str:
             raise InputError("--prompt is not UTF-8 text; put it into a UTF-8 file") from None
         return text
     if file is None and sys.stdin.isatty():
-        raise InputError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in")
+        if may_lack:
+            return ""
+        raise InputError(
+            "no prompt: give --prompt TEXT, --prompt-file FILE or --ids, or pipe a text in"
+        )
     where = "standard input" if file is None else str(file)
     try:
         with nullcontext(sys.stdin.buffer) if file is None else open(file, "rb") as stream:

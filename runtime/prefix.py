@@ -12,7 +12,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from eagle_chain.runtime.cache import Cache, Counters, Snapshot
 FORMAT = 1
 HEADER = 4096  # bytes that an .npy has in front of its data, at most
 ABOUT = "about"
+STATES = {"eagle": "draft.", "mtp": "mtp."}  # drafter -> what the names of its states begin with
 DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, TypeError, EOFError),
     *(NotImplementedError, RuntimeError, AttributeError, SyntaxError, MemoryError, RecursionError),
@@ -104,11 +105,23 @@ def load(
         wanted = {b.spec.name: b for b in (*snapshot.buffers, *snapshot.outputs) if b is not None}
         held = {name.removesuffix(".npy") for name in archive.namelist()} - {ABOUT}
         if held != wanted.keys():
-            odd = ", ".join(sorted(held ^ wanted.keys())[:3])
-            raise InputError(f"{path}: was saved with another drafter (it differs in {odd})")
+            theirs, ours = _drafter(held), _drafter(wanted)
+            if theirs == ours:
+                odd = ", ".join(sorted(held ^ wanted.keys())[:3])
+                raise InputError(f"{path}: was saved with other engines (it differs in {odd})")
+            raise InputError(
+                f"{path}: was saved with the drafter {theirs}, whose states it holds, and this "
+                f"chain has {ours}; take that one (--drafter), or make the file again"
+            )
         for name, buffer in wanted.items():
             buffer.write(_array(archive, name, buffer))
     return snapshot
+
+
+def _drafter(names: Collection[str]) -> str:
+    """Whose states are among the trunk's."""
+    owners = [owner for owner, start in STATES.items() if any(n.startswith(start) for n in names)]
+    return " and ".join(owners) or "none or ngram"
 
 
 def _array(archive: zipfile.ZipFile, name: str, buffer: Buffer | None) -> NDArray[Any]:

@@ -38,7 +38,10 @@ class Tokenizer:
         self.folder = tokenizer_folder(folder)
         path = self.folder / "tokenizer.json"
         if not path.is_file():
-            raise InputError(f"{path}: no such file; give token ids, or a bundle with a tokenizer")
+            raise InputError(
+                f"{path}: no such file; put the model's tokenizer.json there, or work with token "
+                "ids (generate --ids, Chain.generate)"
+            )
         with _library_errors(f"{path}: not a tokenizer that can be read"):
             self._backend = Backend.from_buffer(read_plain(path))
         self._config = _config(self.folder)

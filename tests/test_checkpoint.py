@@ -244,9 +244,9 @@ def test_missing_unexpected_and_misshapen_come_in_one_error(tmp_path: Path) -> N
         "  2 tensors missing: layers.2.mlp.up_proj.weight, norm.weight",
         f"  2 tensors unexpected: {TRUNK_PREFIX}layers.8.mlp.up_proj.weight, "
         "model.layers.0.mlp.up_proj.weight",
-        "  1 tensors misshapen: lm_head.weight: shape [64, 512], expected [512, 64] "
+        "  1 tensor misshapen: lm_head.weight: shape [64, 512], expected [512, 64] "
         "(set tie_word_embeddings if the head is the embedding)",
-        f"  1 tensors of the wrong type: {TRUNK_PREFIX}layers.0.linear_attn.dt_bias: F64, "
+        f"  1 tensor of the wrong type: {TRUNK_PREFIX}layers.0.linear_attn.dt_bias: F64, "
         "expected BF16 or F16 or F32",
     ]
 
@@ -321,21 +321,21 @@ DAMAGED_DRAFTS: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
     ),
     "fc_norm without its flag": (
         put(fc_norm__0__weight=torch.zeros(64)),
-        "1 tensors unexpected: fc_norm.0.weight (fc_norm is false or not in config.json)",
+        "1 tensor unexpected: fc_norm.0.weight (fc_norm is false or not in config.json)",
     ),
     "input_norm without its flag": (
         put(input_norm__weight=torch.zeros(192)),
-        "1 tensors unexpected: input_norm.weight (norm_before_fc is false or not in config.json)",
+        "1 tensor unexpected: input_norm.weight (norm_before_fc is false or not in config.json)",
     ),
     "q_norm without k_norm": (
         put(midlayer__self_attn__q_norm__weight=torch.zeros(16)),
-        "1 tensors missing: midlayer.self_attn.k_norm.weight",
+        "1 tensor missing: midlayer.self_attn.k_norm.weight",
     ),
     "no lm_head": (
         drop("lm_head.weight"),
-        "1 tensors missing: lm_head.weight (a draft needs its own head, unless it has the trunk's",
+        "1 tensor missing: lm_head.weight (a draft needs its own head, unless it has the trunk's",
     ),
-    "no d2t": (drop("d2t"), "1 tensors missing: d2t (maps the draft vocabulary"),
+    "no d2t": (drop("d2t"), "1 tensor missing: d2t (maps the draft vocabulary"),
     "float d2t": (put(d2t=torch.zeros(96)), "d2t: F32, expected I64 or I32"),
     "integer t2d": (put(t2d=torch.ones(512, dtype=torch.int64)), "t2d: I64, expected BOOL"),
     "short d2t": (
@@ -629,9 +629,7 @@ def test_a_tensor_beside_the_index_is_left_aside(tmp_path: Path) -> None:
     del data["weight_map"]["mtp.fc.weight"]
     (folder / INDEX).write_text(json.dumps(data))
     _, checkpoint = open_trunk(folder)
-    assert checkpoint.notices == (
-        f"1 tensors of the shards are not in {INDEX} and were left aside",
-    )
+    assert checkpoint.notices == (f"left aside, not in {INDEX}: 1 tensor of the shards",)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ def test_a_missing_module_of_ours_is_a_bug(command: Install) -> None:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "eagle-chain 0.1.0\n"
+    assert cli.main(["--version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"version": "0.1.0"}
     assert cli.main([]) == 0
     bare = capsys.readouterr().out
     assert cli.main(["--help"]) == 0
@@ -170,6 +172,29 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert output == bare
     for name in ("export", "generate", "demo", "inspect"):
         assert f"\n  {name} " in output
+
+
+@pytest.mark.parametrize("module", ["eagle_chain.engines.cli", "json", "eagle_chain.engines.kv"])
+def test_an_interrupt_while_modules_load_is_a_word(module: str) -> None:
+    """Ctrl-C hits while a module is being imported, the command line's own ones included."""
+    code = f"""
+import sys
+class Impatient:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Impatient())
+from eagle_chain.engines.entry import main
+sys.exit(main())
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code, "inspect", ".", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (child.returncode, child.stderr) == (130, "eagle-chain: interrupted\n")
+    assert json.loads(child.stdout) == {"error": "interrupted"}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -313,7 +338,12 @@ def test_inspect_checkpoints(bundle: Path, capsys: pytest.CaptureFixture[str]) -
     trunk, draft = str(bundle.parent / "trunk"), str(bundle.parent / "draft")
     assert cli.main(["inspect", trunk, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["kind"], report["ignored"]) == ("trunk", {"mtp": 15, "visual": 2})
+    assert (report["kind"], report["ignored"]) == ("trunk", {"visual": 2})
+    assert report["mtp"] is True  # what export would do
+    assert cli.main(["inspect", trunk]) == 0
+    words = capsys.readouterr().out
+    assert re.search(r"^mtp      15 tensors, .* which export takes along", words, re.MULTILINE)
+    assert "ignored  2 visual tensors" in words
     assert cli.main(["inspect", draft]) == 2
     assert "--trunk" in capsys.readouterr().err
     assert cli.main(["inspect", trunk, "--check"]) == 2
@@ -420,6 +450,8 @@ def test_generate_chat_uses_the_template(bundle: Path, capsys: pytest.CaptureFix
         (["--prompt", "a", "--threads", "0"], "threads is 0"),
         (["--prompt", "a" * 100], "capacity"),
         (["--prompt", "a", "--drafter", "magic"], "invalid choice"),
+        (["--ids", "1,b"], "argument --ids: got '1,b', wanted token ids like 1,2,3"),
+        (["--ids", "1", "--chat"], "--chat is for text"),
     ],
     ids=lambda value: "_".join(value)[:30] if isinstance(value, list) else "",
 )
@@ -450,7 +482,46 @@ def test_a_bundle_that_lost_its_tokenizer_names_the_place(
     shutil.copytree(bundle, tmp_path / "bundle")
     shutil.rmtree(tmp_path / "bundle" / "tokenizer")
     assert generate(tmp_path / "bundle", "--prompt", "a") == 2
-    assert f"{tmp_path}/bundle/tokenizer/tokenizer.json: no such" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"{tmp_path}/bundle/tokenizer/tokenizer.json: no such" in message
+    assert "generate --ids" in message
+
+
+def test_ids_need_no_tokenizer(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = Tokenizer(bundle).encode("hello")
+    assert generate(bundle, "--prompt", "hello", "--json") == 0
+    ids = json.loads(capsys.readouterr().out)["ids"]
+    shutil.copytree(bundle, tmp_path / "bundle")
+    shutil.rmtree(tmp_path / "bundle" / "tokenizer")
+    for words in (",".join(map(str, prompt)), json.dumps(prompt)):
+        assert generate(bundle, "--ids", words) == 0
+        assert capsys.readouterr().out == ",".join(map(str, ids)) + "\n"
+    assert generate(tmp_path / "bundle", "--ids", words, "--json") == 0
+    report = json.loads(capsys.readouterr().out)  # no end of text without a tokenizer
+    assert (report["text"], report["ids"][: len(ids)]) == (None, ids)
+
+
+def test_an_export_without_a_tokenizer_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trunk, draft = write_pair(tmp_path, layers=4, aux=[0, 1, 2])
+    capsys.readouterr()
+    exported((trunk, draft), tmp_path / "bundle", "--capacity", "64", "--aux-layers", "0,1,2")
+    message = capsys.readouterr().err
+    assert f"notice   {trunk}: has no tokenizer.json" in message and "--ids" in message
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_draft_in_the_trunk_s_place_is_told_apart(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], alone: bool
+) -> None:
+    trunk, draft = (str(bundle.parent / name) for name in ("trunk", "draft"))
+    folders = [draft] if alone else [draft, trunk]
+    assert cli.main(["export", *folders, "-o", str(tmp_path / "bundle")]) == 2
+    order = "TRUNK DRAFT" if alone else f"{trunk} {draft}"
+    assert f"the trunk comes first: {order}\n" in capsys.readouterr().err
 
 
 def test_a_long_prompt_shows_its_progress(
@@ -553,8 +624,24 @@ def test_demo_without_the_pair_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eagle_chain.runtime.demo.PAIR", tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 2
     assert "scripts/demo.sh" in capsys.readouterr().err
+    assert cli.main(["demo", "nowhere"]) == 2
+    assert "nowhere: has no trunk/config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], [str(ROOT / "demo")]], ids=["here", "named"])
+def test_an_installed_package_finds_the_pair_of_a_clone(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+) -> None:
+    monkeypatch.setattr("eagle_chain.runtime.demo.PAIR", tmp_path)
+    monkeypatch.chdir(tmp_path if words else ROOT)
+    assert cli.main(["demo", *words, "--max-new-tokens", "2"]) == 0
+    assert "every token is that of plain greedy decoding" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "100000"])

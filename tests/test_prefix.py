@@ -108,7 +108,8 @@ def test_what_is_not_this_chain_s_is_refused(toy: Toy, tmp_path: Path) -> None:
     chain.save(path)
     assert "another bundle" in refused(Toy(5, capacity=80).chain(), path)
     plain = Toy(3, capacity=80, prefill=16, smaller=(30,))
-    assert "another drafter" in refused(plain.chain(lambda cache: NoDrafter()), path)
+    words = refused(plain.chain(lambda cache: NoDrafter()), path)
+    assert "was saved with the drafter eagle" in words and "chain has none or ngram" in words
     long = Toy(3, capacity=80).chain()
     long.extend(toy.prompt(0, 60))
     long.save(path)
@@ -183,6 +184,12 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         want = generate("--prompt", text + question, "--max-new-tokens", "20")
         assert got["exact"] is True and got["text"] == want["text"]
         assert got["prompt_tokens"] == len(question)
+    whole = generate("--prompt", text, "--max-new-tokens", "20")
+    going_on = ("--prefix", file, "--prompt", "", "--max-new-tokens")
+    got = generate(*going_on, "20", "--check")  # with the token that the prompt left pending
+    assert got["exact"] is True and (got["ids"], got["tokens"]) == (whole["ids"], whole["tokens"])
+    assert generate(*going_on, "1")["text"] == str(whole["text"])[:1]
+    assert "nothing to do" in str(generate(*going_on, "0", code=2)["error"])
     longer = ("--prefix", file, "--save-prefix", file, "--max-new-tokens", "20", "--check")
     assert generate("--prompt", " Who", *longer)["exact"] is True, "the file is longer now"
     got = generate("--prompt", "?", "--prefix", file, "--max-new-tokens", "20")
