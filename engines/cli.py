@@ -102,6 +102,8 @@ def _run(words: list[str]) -> int:
         raise
     if as_json:
         print(json.dumps(outcome.report, allow_nan=False))
+    if outcome.interrupted:
+        return _fail("interrupted", 130, as_json=False)
     return 0 if outcome.passed else 1
 
 

@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """The report is the object that `--json` prints; `passed` is False when a check failed."""
+    """The report is the object that `--json` prints; `passed` is False when a check failed.
+
+    `interrupted`: by Ctrl-C, and the report tells how far it came.
+    """
 
     report: dict[str, Any]
     passed: bool = True
+    interrupted: bool = False

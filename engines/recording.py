@@ -106,10 +106,13 @@ def write_index(folder: Path, recording: Recording) -> None:
 
 def recording_folder(target: Path) -> Any:
     """`staged` for recordings: only an empty folder or another recording is replaced."""
-    return staged(target, _check_replaceable)
+    return staged(target, check_target)
 
 
-def _check_replaceable(target: Path) -> None:
+def check_target(target: Path) -> None:
+    """Refuse a folder that no recording may replace; one that is not there is fine."""
+    if not os.path.lexists(target):
+        return
     if target.is_dir() and (not os.listdir(target) or (target / INDEX).is_file()):
         return
     raise InputError(

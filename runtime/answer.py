@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,15 @@ Show = Callable[[str, bool], None]  # a piece of text, and whether a draft was a
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A sequence that was kept in a file."""
+
+    file: str
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """A continuation and its cost; `plain` is the same request without drafts, if it was run."""
 
@@ -35,6 +44,7 @@ class Answer:
     drafter: str = "eagle"
     draft_kv: str = "kept"
     drawn: bool = False  # at a temperature, where even a good draft is often wrong
+    saved: Saved | None = None  # the sequence as the prompt left it
 
     @property
     def exact(self) -> bool | None:
@@ -58,6 +68,7 @@ class Answer:
             "trunk_passes_saved": self.passes_saved,
             "exact": self.exact,
             "plain_tokens_per_second": plain.stats.tokens_per_second if plain else None,
+            "saved_prefix": self.saved and asdict(self.saved),
             "warnings": self.warnings(),
         }
 
@@ -127,7 +138,7 @@ def answer(
             read or written.
     """
     stats, tokens, reason, text = Stats(), list[int](), "", list[str]()
-    stream = tokenizer.stream() if tokenizer else IdStream()
+    stream, saved = tokenizer.stream() if tokenizer else IdStream(), None
 
     def put(piece: str, drafted: bool) -> None:
         if piece:
@@ -146,7 +157,8 @@ def answer(
         for round in _rounds(chain, prompt, options):
             if round.prompt_tokens:
                 if save_prefix is not None:
-                    chain.save(save_prefix)
+                    size = chain.save(save_prefix)
+                    saved = Saved(str(save_prefix), len(chain.cache.tokens), size)
                 put("".join(map(stream.push, head)), False)
             stats.add(round)
             tokens += round.tokens
@@ -165,16 +177,21 @@ def answer(
         raise InputError(str(error)) from error
     result, drawn = Result(tokens, reason, stats), options.get("temperature", 0.0) > 0
     shown = "".join(text) if tokenizer else None
-    return Answer(shown, result, plain, drafter, draft_kv, drawn)
+    return Answer(shown, result, plain, drafter, draft_kv, drawn, saved)
+
+
+def check_goes_on(pending: int | None, budget: int | None, stop_ids: Collection[int]) -> None:
+    """Refuse to go on with the token that a prefix leaves, where none may come or none comes."""
+    if budget == 0:
+        raise InputError("there is nothing to do: no prompt behind the prefix, no new tokens")
+    if pending in stop_ids:
+        raise InputError("the prefix ends where the text ends: only a prompt can follow it")
 
 
 def _next(chain: Chain, options: RequestOptions) -> list[int]:
     """The token that a restored sequence is to go on with; it counts as one of the new ones."""
     budget, pending = options.get("max_new_tokens"), chain.cache.pending
-    if budget == 0:
-        raise InputError("there is nothing to do: no prompt behind the prefix, no new tokens")
-    if pending in chain.stop_ids:
-        raise InputError("the prefix ends where the text ends: only a prompt can follow it")
+    check_goes_on(pending, budget, chain.stop_ids)
     if budget is not None:
         options["max_new_tokens"] = budget - 1
     return [] if pending is None else [pending]

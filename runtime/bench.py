@@ -20,12 +20,16 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines
 from eagle_chain.runtime.measure import Clock, copy_bandwidth, state_bytes
+from eagle_chain.runtime.plots import PLOT_HELP, check
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.stats import Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 TRUNKS = ("plain", "verify", "plain, width 1")  # parts that are a call of the trunk
+SHAPE_OPTIONS = {  # with their defaults
+    **{"width": (5,), "capacity": (4096,), "dtype": "bf16", "kv": None, "profile": "ort-fused"},
+}
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 64  # of a text whose acceptance is measured
 
 
@@ -61,12 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"measure the acceptance on {PROMPTS} prompts cut out of this text as well",
     )
     parser.add_argument("--threads", type=int, help="CPU threads (all)")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results into a PNG")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=PLOT_HELP)
     parser.add_argument(
         "--width",
         metavar="N,...",
         type=whole_numbers,
-        default=(5,),
         help="with --shapes: rows of a call (5); of several widths, capacities or positions the "
         "first are measured in full and the others compared with them, one after the other",
     )
@@ -74,14 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity",
         metavar="N,...",
         type=whole_numbers,
-        default=(4096,),
         help="with --shapes (4096)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="with --shapes (bf16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="with --shapes (bf16)")
     parser.add_argument("--kv", choices=KV_TYPES, help="with --shapes (as --dtype)")
-    parser.add_argument(
-        "--profile", choices=PROFILES, default="ort-fused", help="with --shapes (ort-fused)"
-    )
+    parser.add_argument("--profile", choices=PROFILES, help="with --shapes (ort-fused)")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -97,6 +97,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
         raise InputError(f"runs is {arguments.runs}, expected 1 or more")
     if arguments.text and arguments.shapes:
         raise InputError("random weights accept nothing: --text needs a BUNDLE")
+    _settle_shapes(arguments)
+    if arguments.plot:
+        check(arguments.plot)  # now, not after the minutes that measuring takes
     with ExitStack() as stack, phases("measuring") as show:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         reports: list[dict[str, Any]] = []
@@ -113,6 +116,16 @@ def run(arguments: argparse.Namespace) -> Outcome:
         plot(report, arguments.plot)
         print(f"wrote {arguments.plot}")
     return Outcome(report)
+
+
+def _settle_shapes(arguments: argparse.Namespace) -> None:
+    """Refuse with a BUNDLE what only --shapes asks for, and give --shapes its defaults."""
+    for name, default in SHAPE_OPTIONS.items():
+        given = getattr(arguments, name) is not None
+        if given and arguments.bundle:
+            raise InputError(f"--{name} is for --shapes: {arguments.bundle} has its own")
+        if not given:
+            setattr(arguments, name, default)
 
 
 def _settings(

@@ -20,7 +20,15 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.decoder import PLAIN, Decoder
 from eagle_chain.runtime.drafters import Drafter
 from eagle_chain.runtime.prefill import Prefill
-from eagle_chain.runtime.request import Fed, Request, RequestOptions, token_ids, unheard, whole
+from eagle_chain.runtime.request import (
+    Fed,
+    Limits,
+    Request,
+    RequestOptions,
+    check_budget,
+    token_ids,
+    unheard,
+)
 from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.stats import Result, Round, Stats
@@ -206,46 +214,23 @@ class Chain:
         prompt = self._check_prompt(ids, append)
         stops = self.stop_ids if stop_ids is None else frozenset(token_ids("stop_ids", stop_ids))
         pace = self._pace(k)
-        temperature = float(temperature)
-        request = Request(prompt, pace, stops, max_new_tokens, append, temperature, seed, fed)
-        if temperature and not self.cache.can_draw:
-            raise InputError(
-                f"temperature is {temperature}, but this bundle only takes the largest logit: "
-                "export it with --sampling"
-            )
-        return request
+        check_budget(max_new_tokens)
+        temperature = self._limits.check_draws(temperature, seed)
+        return Request(prompt, pace, stops, max_new_tokens, append, temperature, seed, fed)
 
     def _pace(self, k: Drafts) -> Pace:
         """What decides how many drafts a round asks for."""
         if k == "auto":
             return self._adaptive
-        most = self.cache.width - 1
-        k = most if k is None else whole("k", k)
-        if not 0 <= k <= most:
-            raise InputError(
-                f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
-                "one row for the pending token and one per draft"
-            )
-        return Fixed(k)
+        return Fixed(self._limits.check_drafts(k))
 
     def _check_prompt(self, ids: Sequence[int], append: bool) -> list[int]:
-        prompt = token_ids("the prompt", ids)
-        if not prompt:
-            raise InputError("the prompt is empty: decoding starts from at least one token")
-        wrong = [i for i in prompt if not 0 <= i < self.vocab_size]
-        if wrong:
-            raise InputError(
-                f"token id {wrong[0]} in the prompt is outside the vocabulary, "
-                f"0 to {self.vocab_size - 1}"
-            )
-        held = len(self.cache.tokens) if append else 0
-        if held + len(prompt) > self.capacity:
-            behind = f" behind {held} cached ones" if held else ""
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens{behind}, but the bundle's capacity is "
-                f"{self.capacity}: shorten it or export with a larger --capacity"
-            )
-        return prompt
+        return self._limits.check_prompt(ids, len(self.cache.tokens) if append else 0)
+
+    @property
+    def _limits(self) -> Limits:
+        """What a request may ask for."""
+        return Limits(self.cache.width, self.capacity, self.vocab_size, self.cache.can_draw)
 
     def _rounds(self, request: Request) -> Iterator[Round]:
         """The rounds of a request, each in a turn of its own."""

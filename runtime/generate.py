@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_bounded
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
-from eagle_chain.engines.progress import counted
-from eagle_chain.runtime.answer import answer, printable
-from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, DRAFTER_HELP, DRAFTERS, open_engines
+from eagle_chain.engines.progress import counted, human_bytes
+from eagle_chain.runtime import prefix
+from eagle_chain.runtime.answer import answer, check_goes_on, printable
+from eagle_chain.runtime.load import (
+    BACKEND_HELP,
+    BACKENDS,
+    DRAFTER_HELP,
+    DRAFTERS,
+    WITH_KV,
+    backend_for,
+    bundle_stop_ids,
+    chosen_drafter,
+    identity,
+    limits,
+    open_engines,
+)
+from eagle_chain.runtime.request import check_budget
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 LARGEST_PROMPT = 16 << 20  # bytes: more tokens than any trunk has positions
@@ -67,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw tokens from softmax(logits / TEMPERATURE); needs a bundle exported with "
         "--sampling (0: take the largest logit)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the draws: the same seed, the same text (0)"
-    )
+    parser.add_argument("--seed", type=int, help="of the draws: the same seed, the same text (0)")
     parser.add_argument(
         "--draft-kv",
         choices=("kept", "scratch"),
@@ -80,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-prefix",
         metavar="FILE",
         type=Path,
-        help="keep the sequence as the prompt leaves it, for --prefix (with --max-new-tokens 0 "
-        "nothing else is done)",
+        help="keep the sequence as the prompt leaves it, for --prefix, in the place of nothing but "
+        "such a file (with --max-new-tokens 0 nothing else is done)",
     )
     parser.add_argument(
         "--prefix",
@@ -116,10 +130,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         raise InputError("--chat is for text; give --ids as the template would have them")
     follows = arguments.prefix is not None
     text = "" if arguments.ids is not None else _prompt(arguments, may_lack=follows)
-    engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
-    chain = engines.chain(
-        drafter=arguments.drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback
-    )
+    manifest = Manifest.load(arguments.bundle)
+    drafter = chosen_drafter(manifest, arguments.drafter)
     tokenizer = Tokenizer(arguments.bundle) if arguments.ids is None else None
     if tokenizer is None:
         prompt = arguments.ids
@@ -127,6 +139,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
         prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
     else:
         prompt = tokenizer.encode(text, special=not follows)
+    _check(arguments, manifest, prompt)  # before the minutes that large engines take to load
+    engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
+    chain = engines.chain(drafter=drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback)
 
     def show(piece: str, drafted: bool) -> None:
         print(printable(piece), end="", flush=True)
@@ -140,8 +155,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         check=arguments.check,
         show=show,
         temperature=arguments.temperature,
-        seed=arguments.seed,
-        drafter=arguments.drafter or engines.default_drafter,
+        seed=arguments.seed or 0,
+        drafter=drafter,
         draft_kv=arguments.draft_kv,
         prefix=arguments.prefix,
         save_prefix=arguments.save_prefix,
@@ -151,9 +166,46 @@ def run(arguments: argparse.Namespace) -> Outcome:
     fed = f"prompt of {counted(stats.prompt_tokens, 'token')} in {stats.prompt_seconds:.2f} s"
     lines = "\n ".join([fed, *given.summary()])
     print(f"[{lines}]", file=sys.stderr)
-    for warning in given.warnings():
+    if saved := given.saved:
+        size = human_bytes(saved.bytes)
+        print(f"wrote {saved.file}: a prefix of {saved.tokens} tokens, {size}", file=sys.stderr)
+    report = given.to_json()
+    report["warnings"] = [*_ignored(arguments, drafter), *report["warnings"]]
+    for warning in report["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
-    return Outcome(given.to_json(), passed=given.exact is not False)
+    return Outcome(report, passed=given.exact is not False)
+
+
+def _check(arguments: argparse.Namespace, manifest: Manifest, prompt: Sequence[int]) -> None:
+    """Refuse what the manifest and the files tell to be impossible."""
+    backend = backend_for(arguments.bundle, manifest, arguments.backend)
+    most = limits(manifest)
+    most.check_drafts(arguments.k)
+    most.check_draws(arguments.temperature, arguments.seed or 0)
+    check_budget(arguments.max_new_tokens)
+    counters = None
+    if arguments.prefix is not None:
+        engines = identity(manifest, backend)
+        counters = prefix.check(arguments.prefix, most.vocab_size, most.capacity, engines)
+    if counters and not prompt:
+        stop_ids = bundle_stop_ids(arguments.bundle, manifest)
+        check_goes_on(counters.pending, arguments.max_new_tokens, stop_ids)
+        prompt = [counters.pending or 0]
+    most.check_prompt(prompt, len(counters.tokens) if counters else 0)
+    if arguments.save_prefix is not None:
+        prefix.check_replaceable(arguments.save_prefix)
+
+
+def _ignored(arguments: argparse.Namespace, drafter: str) -> list[str]:
+    """Options that were given and change nothing, a sentence each."""
+    found = []
+    if drafter == "none" and arguments.k not in (None, 0):
+        found.append(f"-k {arguments.k} has no effect: drafter none guesses nothing")
+    if drafter not in WITH_KV and arguments.draft_kv == "scratch":
+        found.append(f"--draft-kv scratch has no effect: drafter {drafter} has no KV")
+    if arguments.seed is not None and not arguments.temperature:
+        found.append("--seed has no effect: nothing is drawn without a --temperature above 0")
+    return found
 
 
 def token_numbers(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.flavours import FLAVOURS
+from eagle_chain.engines.flavours import FLAVOURS, load_flavour
+from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.plans import find_plans, machine
 from eagle_chain.runtime import ort_cuda, trt
 from eagle_chain.runtime.buffers import HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
@@ -28,6 +31,7 @@ from eagle_chain.runtime.ngram import NgramDrafter
 from eagle_chain.runtime.ort import OrtSession
 from eagle_chain.runtime.ort_bound import open_bound
 from eagle_chain.runtime.prefill import Follower, Prefill
+from eagle_chain.runtime.request import Limits
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.tokenizer import stop_token_ids
 
@@ -122,13 +126,12 @@ class Engines:
     @property
     def identity(self) -> Hashable:
         """What two chains must have in common to exchange snapshots."""
-        weights = tuple(sorted((n, file.sha256) for n, file in self.manifest.files.items()))
-        return (self.backend, tuple(sorted(self.manifest.graphs.items())), weights)
+        return identity(self.manifest, self.backend)
 
     @property
     def default_drafter(self) -> DrafterName:
         """The draft of the bundle, else the trunk's own head, else none."""
-        return next((name for name in WITH_KV if name in self.drafters), "none")
+        return chosen_drafter(self.manifest, None)
 
     def of_capacity(self, capacity: int) -> dict[str, Session]:
         """The sessions of one capacity by their plain names, with those that serve any."""
@@ -147,15 +150,7 @@ class Engines:
         name: DrafterName | None,
         draft_kv: DraftKV,
     ) -> Drafter:
-        name = name or self.default_drafter
-        if name not in DRAFTERS:
-            raise InputError(f"drafter is {name!r}, expected one of {', '.join(DRAFTERS)}")
-        if name not in self.drafters:
-            lacks = {"eagle": "no EAGLE draft", "mtp": "no MTP head"}[name]
-            raise InputError(
-                f"this bundle holds {lacks}: export it with one, or use one of the drafters "
-                f"{', '.join(self.drafters)}"
-            )
+        name = chosen_drafter(self.manifest, name)
         if name in DRAFT_ENGINES:
             return engine_drafter(name, s, cache, draft_kv)
         return NgramDrafter(cache) if name == "ngram" else NoDrafter()
@@ -174,6 +169,42 @@ def bundle_drafters(manifest: Manifest) -> tuple[DrafterName, ...]:
     """The drafters that a bundle has, the best first."""
     missing = {"eagle": manifest.draft is None, "mtp": not manifest.mtp}
     return tuple(name for name in DRAFTERS if not missing.get(name))
+
+
+def chosen_drafter(manifest: Manifest, name: DrafterName | None) -> DrafterName:
+    """The drafter of that name; of none, the first that has weights in the bundle.
+
+    Raises:
+        InputError: There is no such drafter, or the bundle does not have it.
+    """
+    held = bundle_drafters(manifest)
+    name = name or next((name for name in WITH_KV if name in held), "none")
+    if name not in DRAFTERS:
+        raise InputError(f"drafter is {name!r}, expected one of {', '.join(DRAFTERS)}")
+    if name not in held:
+        lacks = {"eagle": "no EAGLE draft", "mtp": "no MTP head"}[name]
+        raise InputError(
+            f"this bundle holds {lacks}: export it with one, or use one of the drafters "
+            f"{', '.join(held)}"
+        )
+    return name
+
+
+def identity(manifest: Manifest, backend: str) -> Hashable:
+    """What a sequence was computed with: the backend, the graphs and the weights."""
+    weights = tuple(sorted((name, file.sha256) for name, file in manifest.files.items()))
+    return (backend, tuple(sorted(manifest.graphs.items())), weights)
+
+
+def bundle_stop_ids(folder: Path, manifest: Manifest) -> frozenset[int]:
+    """Ends of text of the trunk's config and those that the tokenizer's files name."""
+    return stop_token_ids(folder) | set(manifest.trunk.eos_ids)
+
+
+def limits(manifest: Manifest) -> Limits:
+    """What a chain of a bundle can be asked for."""
+    options = manifest.options
+    return Limits(options.width, options.capacity, manifest.trunk.vocab_size, options.sampling)
 
 
 def _prefill(sessions: Mapping[str, Session], cache: Cache, drafter: Drafter) -> Prefill | None:
@@ -230,7 +261,7 @@ def open_engines(
     folder = Path(bundle)
     manifest = Manifest.load(folder)
     backend = backend_for(folder, manifest, backend)
-    stop_ids = stop_token_ids(folder) | set(manifest.trunk.eos_ids)
+    stop_ids = bundle_stop_ids(folder, manifest)
     if backend in FLAVOURS:
         return Engines(manifest, backend, *trt.open_sessions(folder, manifest, backend), stop_ids)
     if backend == "onnxruntime-cuda":
@@ -261,6 +292,21 @@ def backend_for(folder: Path, manifest: Manifest, backend: Backend) -> Backend:
             "export it again with --dtype fp32, or use --backend onnxruntime-cuda on a GPU"
         )
     return backend
+
+
+def check_runs(folder: Path, manifest: Manifest, backend: Backend) -> None:
+    """Whether `open_engines` has what it needs here, as far as that shows before it loads a thing.
+
+    Raises:
+        InputError: There is no GPU, no TensorRT, or no plan for them.
+        ModuleNotFoundError: There is no ONNX Runtime.
+    """
+    if backend in FLAVOURS:
+        find_plans(folder, manifest, machine(load_flavour(backend), device_info()))
+        return
+    if backend == "onnxruntime-cuda":
+        device_info()
+    importlib.import_module("onnxruntime")
 
 
 def _best(manifest: Manifest) -> Backend:

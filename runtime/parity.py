@@ -16,7 +16,7 @@ from eagle_chain.engines.flavours import FLAVOURS
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
-from eagle_chain.engines.recording import Recording, read_calls, read_index
+from eagle_chain.engines.recording import Recording, check_target, read_calls, read_index
 from eagle_chain.engines.spec import DTYPES, PREFILL_STEP, PROFILES
 from eagle_chain.runtime.comparison import Comparison, Distance, Verdict
 from eagle_chain.runtime.load import (
@@ -24,10 +24,12 @@ from eagle_chain.runtime.load import (
     BACKENDS,
     Engines,
     backend_for,
+    check_runs,
     open_engines,
 )
 from eagle_chain.runtime.player import Player
 
+CAPACITY = 128  # tokens, with --layers
 WIDE = 64  # rows of a prompt call, with --layers
 SHOWN = 12  # tensors out of tolerance that people are shown; the JSON has them all
 
@@ -53,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="check the first N layers only, exported from the same checkpoints for the occasion",
     )
-    parser.add_argument(
-        "--capacity", type=int, default=128, help="of that export, with --layers (128)"
-    )
+    parser.add_argument("--capacity", type=int, help="of that export, with --layers (128)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of that export, with --layers (the bundle's)"
     )
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
             return dispatch(["record", str(bundle), "-o", str(arguments.save)])
         manifest, folder = Manifest.load(bundle), arguments.load
         backend = backend_for(bundle, manifest, arguments.backend)  # before the work begins
+        check_runs(bundle, manifest, backend)
         if folder is None:
             folder = temporary / "reference"
             dispatch(["record", str(bundle), "-o", str(folder), "--part"])
@@ -93,8 +94,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.save is not None and arguments.load is not None:
         raise InputError("--save records and --load compares with a recording: give one of them")
-    if arguments.layers is None and (arguments.dtype or arguments.profile):
-        raise InputError("--dtype and --profile are for the few layers of --layers N")
+    given = [n for n in ("capacity", "dtype", "profile") if getattr(arguments, n) is not None]
+    if arguments.layers is None and given:
+        raise InputError(f"--{given[0]} is for the few layers of --layers N: a bundle has its own")
+    if arguments.save is not None:
+        check_target(arguments.save)  # before the work begins
 
 
 def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
@@ -107,7 +111,8 @@ def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
             "checkpoints: run it on a bundle that links to them (export without --weights copy)"
         )
     words = [*manifest.arguments, "--weights", "link", "--layers", str(arguments.layers)]
-    capacity = min(arguments.capacity, manifest.options.capacity)
+    asked = CAPACITY if arguments.capacity is None else arguments.capacity
+    capacity = min(asked, manifest.options.capacity)
     prefill = min(manifest.options.prefill, WIDE, capacity // PREFILL_STEP * PREFILL_STEP)
     words += ["--capacity", str(capacity), "--prefill", str(prefill)]
     words += ["--debug", ",".join(dict.fromkeys((*manifest.options.debug, "logits")))]

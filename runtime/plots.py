@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import install
+
+PLOT_HELP = "draw the results into a picture, PNG or what its ending says; needs the extra plot"
 
 
 def pyplot() -> Any:
@@ -28,13 +31,18 @@ def check(path: Path) -> None:
     """Refuse, before long work, a file that `save` could not write.
 
     Raises:
-        InputError: matplotlib is missing, there is no such folder, or the ending is no picture's.
+        InputError: matplotlib is missing, there is no such folder, it may not be
+            written, or the ending is no picture's.
     """
     pyplot()
     if not path.parent.is_dir():
         raise InputError(f"{path}: the plot cannot be written: there is no folder {path.parent}")
     canvas = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase
     endings = sorted(canvas.get_supported_filetypes())
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        why = "is a folder" if path.is_dir() else "may not be written"
+        raise InputError(f"{path}: the plot cannot be written: {place} {why}")
     if path.suffix.lower().lstrip(".") not in endings:
         raise InputError(
             f"{path}: the plot cannot be written: its name ends in {path.suffix!r}, expected one "

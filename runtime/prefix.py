@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.files import open_plain
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer
 from eagle_chain.runtime.cache import Cache, Counters, Snapshot
@@ -47,9 +48,10 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot) -> int:
         The size of the file in bytes.
 
     Raises:
-        InputError: It cannot be written.
+        InputError: It cannot be written, or what is there is no sequence.
     """
     path, counters = Path(path), snapshot.counters
+    check_replaceable(path)
     about = {
         "format": FORMAT,
         "engines": fingerprint(snapshot.engines),
@@ -76,6 +78,58 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot) -> int:
         temporary.unlink(missing_ok=True)
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuse a path at which no sequence can be put: only another one is replaced.
+
+    Raises:
+        InputError: Something else is there, or its folder is missing or may not be written.
+    """
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        what = "may not be written" if path.parent.is_dir() else "is no folder"
+        raise InputError(f"{path}: cannot be written: {path.parent} {what}; choose another place")
+    if not os.path.lexists(path):
+        return
+    try:
+        with open_plain(path) as stream, zipfile.ZipFile(stream) as archive:
+            _about(archive)
+    except (InputError, OSError, *DAMAGE):
+        raise InputError(
+            f"{path}: is there and is no prefix file, and only a prefix file is replaced; choose "
+            "another name, or move the file away"
+        ) from None
+
+
+def check(
+    path: str | os.PathLike[str], vocab_size: int, capacity: int, engines: Hashable
+) -> Counters:
+    """Whether a file is for these engines, from its first lines; what it holds `load` tells.
+
+    Args:
+        path: The file.
+        vocab_size: Of the trunk.
+        capacity: Of the engines.
+        engines: What the sequence must have been computed with, as in `Cache.engines`.
+
+    Returns:
+        Its tokens, and the one to come next.
+
+    Raises:
+        InputError: It is not there, no prefix file, of other engines, or longer than the capacity.
+    """
+    path = Path(path)
+    with _refusing(path), zipfile.ZipFile(path) as archive:
+        about = _about(archive)
+        counters = _counters(about, vocab_size)
+        _check_engines(path, about, engines)
+    held = len(counters.tokens)
+    if held > capacity:
+        raise InputError(
+            f"{path}: holds {held} tokens, the bundle's capacity is {capacity}: "
+            "export with a larger --capacity"
+        )
+    return counters
+
+
 def load(
     path: str | os.PathLike[str], vocab_size: int, cache_for: Callable[[int], Cache]
 ) -> Snapshot:
@@ -91,16 +145,10 @@ def load(
     """
     path = Path(path)
     with _refusing(path), zipfile.ZipFile(path) as archive:
-        about = json.loads(str(_array(archive, ABOUT, None)))
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise InputError(f"{path}: is not a prefix that this version of eagle-chain reads")
+        about = _about(archive)
         counters = _counters(about, vocab_size)
         cache = cache_for(len(counters.tokens))
-        if about["engines"] != fingerprint(cache.engines):
-            raise InputError(
-                f"{path}: was saved with another bundle (one of other capacities is another) or "
-                "backend; make it again with this one (generate --save-prefix)"
-            )
+        _check_engines(path, about, cache.engines)
         snapshot = cache.blank(counters)
         wanted = {b.spec.name: b for b in (*snapshot.buffers, *snapshot.outputs) if b is not None}
         held = {name.removesuffix(".npy") for name in archive.namelist()} - {ABOUT}
@@ -122,6 +170,24 @@ def _drafter(names: Collection[str]) -> str:
     """Whose states are among the trunk's."""
     owners = [owner for owner, start in STATES.items() if any(n.startswith(start) for n in names)]
     return " and ".join(owners) or "none or ngram"
+
+
+def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
+    """What a file says of itself."""
+    about = json.loads(str(_array(archive, ABOUT, None)))
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise InputError(
+            f"{archive.filename}: is not a prefix that this version of eagle-chain reads"
+        )
+    return about
+
+
+def _check_engines(path: Path, about: dict[str, Any], engines: Hashable) -> None:
+    if about["engines"] != fingerprint(engines):
+        raise InputError(
+            f"{path}: was saved with another bundle (one of other capacities is another) or "
+            "backend; make it again with this one (generate --save-prefix)"
+        )
 
 
 def _array(archive: zipfile.ZipFile, name: str, buffer: Buffer | None) -> NDArray[Any]:

@@ -29,13 +29,71 @@ class RequestOptions(TypedDict, total=False):
     seed: int
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the engines of a bundle can be asked for."""
+
+    width: int
+    capacity: int
+    vocab_size: int
+    can_draw: bool
+
+    def check_prompt(self, ids: Sequence[int], held: int = 0) -> list[int]:
+        """The prompt as plain ints; an `InputError` if it does not fit behind `held` tokens."""
+        prompt = token_ids("the prompt", ids)
+        if not prompt:
+            raise InputError("the prompt is empty: decoding starts from at least one token")
+        wrong = [i for i in prompt if not 0 <= i < self.vocab_size]
+        if wrong:
+            raise InputError(
+                f"token id {wrong[0]} in the prompt is outside the vocabulary, "
+                f"0 to {self.vocab_size - 1}"
+            )
+        if held + len(prompt) > self.capacity:
+            behind = f" behind {held} cached ones" if held else ""
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens{behind}, but the bundle's capacity is "
+                f"{self.capacity}: shorten it or export with a larger --capacity"
+            )
+        return prompt
+
+    def check_drafts(self, k: Drafts) -> int:
+        """The most drafts of a round that `k` allows; an `InputError` if it is out of range."""
+        most = self.width - 1
+        if k is None or k == "auto":
+            return most
+        k = whole("k", k)
+        if not 0 <= k <= most:
+            raise InputError(
+                f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
+                "one row for the pending token and one per draft"
+            )
+        return k
+
+    def check_draws(self, temperature: float, seed: int) -> float:
+        """The temperature as a float; an `InputError` if nothing can be drawn with it."""
+        temperature = float(temperature)
+        if not (0 <= temperature < math.inf):
+            raise InputError(f"temperature is {temperature}, expected a number from 0 up")
+        if not 0 <= whole("seed", seed) < 1 << 64:
+            raise InputError(f"seed is {seed}, expected 0 to 2^64 - 1")
+        if temperature and not self.can_draw:
+            raise InputError(
+                f"temperature is {temperature}, but this bundle only takes the largest logit: "
+                "export it with --sampling"
+            )
+        return temperature
+
+
+def check_budget(budget: int | None) -> None:
+    """Refuse a number of new tokens that is none."""
+    if budget is not None and whole("max_new_tokens", budget) < 0:
+        raise InputError(f"max_new_tokens is {budget}, expected 0 or more")
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and its options, with the chain's own in place of those left out.
-
-    Raises:
-        InputError: An option is out of its range.
-    """
+    """A prompt and its options, checked, with the chain's own in place of those left out."""
 
     prompt: list[int]
     pace: Pace
@@ -45,15 +103,6 @@ class Request:
     temperature: float
     seed: int
     fed: Fed
-
-    def __post_init__(self) -> None:
-        budget = self.max_new_tokens
-        if budget is not None and whole("max_new_tokens", budget) < 0:
-            raise InputError(f"max_new_tokens is {budget}, expected 0 or more")
-        if not (0 <= self.temperature < math.inf):
-            raise InputError(f"temperature is {self.temperature}, expected a number from 0 up")
-        if not 0 <= whole("seed", self.seed) < 1 << 64:
-            raise InputError(f"seed is {self.seed}, expected 0 to 2^64 - 1")
 
     def finish(self, tokens: Sequence[int], room: int, out_of_room: str) -> str | None:
         """Why the request ends with these tokens, None if it goes on."""

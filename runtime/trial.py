@@ -21,10 +21,9 @@ from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.runtime import ort_cuda
 from eagle_chain.runtime.along import Found, Layer, Text, encode, record
 from eagle_chain.runtime.buffers import Memory
-from eagle_chain.runtime.load import Engines
+from eagle_chain.runtime.load import Engines, bundle_stop_ids
 from eagle_chain.runtime.ort_bound import open_bound
 from eagle_chain.runtime.session import Session
-from eagle_chain.runtime.tokenizer import stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Trial:
             if backend == "onnxruntime-cuda"
             else open_bound(folder, held, threads)
         )
-        stop_ids = stop_token_ids(bundle) | set(manifest.trunk.eos_ids)
+        stop_ids = bundle_stop_ids(bundle, manifest)
         engines = Engines(held, backend, *opened, stop_ids)
         self._sessions = engines.sessions
         self._chain = engines.chain(drafter="none", ahead=False)

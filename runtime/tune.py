@@ -27,7 +27,7 @@ from eagle_chain.runtime.load import (
     open_engines,
 )
 from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
-from eagle_chain.runtime.plots import check
+from eagle_chain.runtime.plots import PLOT_HELP, check
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
     parser.add_argument("--threads", type=int, help="CPU threads (all)")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results into a PNG")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=PLOT_HELP)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         prefix=arguments.prefix,
     )
     if arguments.plot is not None:
-        check(arguments.plot)
+        check(arguments.plot)  # now, not after the minutes that tuning takes
     print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
     print(
         f"prompts   {len(prompts)} of {arguments.prompt_tokens} tokens, up to "

@@ -47,6 +47,7 @@ CHOICES = {
     "draft_kv": ("kept", "scratch"),
     "rollback": ("log", "replay"),
 }
+BOTH = "both"
 LIBRARIES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13", "cuda-python")
 SHOWN = 5  # mismatches of a run that people are shown; the JSON has them all
 
@@ -135,10 +136,16 @@ def run(arguments: argparse.Namespace) -> Outcome:
         flush=True,
     )
     runs = _runs(engines, ways, len(prompts), arguments.max_new_tokens)
-    plain = _compare(engines, runs, prompts, arguments.max_new_tokens)
+    plain = PlainTotals()
+    try:
+        _compare(engines, runs, prompts, arguments.max_new_tokens, plain)
+    except KeyboardInterrupt:
+        if not any(comparison.tokens for _, comparison in runs):
+            raise  # nothing to tell
+        plain.interrupted = True
     report = _report(arguments, text, engines, plain, runs)
     _print_report(report, runs, tokenizer)
-    return Outcome(report, passed=report["passed"])
+    return Outcome(report, passed=report["passed"], interrupted=plain.interrupted)
 
 
 def _ways(arguments: argparse.Namespace, manifest: Manifest) -> list[Way]:
@@ -156,8 +163,8 @@ def _ways(arguments: argparse.Namespace, manifest: Manifest) -> list[Way]:
     widest = manifest.options.width - 1
     numbers = [str(k) for k in range(1, widest + 1)]
     ks = [int(k) for k in _listed("-k", arguments.k or ",".join(numbers), numbers)]
-    rollbacks = _listed("--rollback", arguments.rollback, CHOICES["rollback"])
-    draft_kvs = _listed("--draft-kv", arguments.draft_kv, CHOICES["draft_kv"])
+    rollbacks = _modes("--rollback", arguments.rollback, CHOICES["rollback"])
+    draft_kvs = _modes("--draft-kv", arguments.draft_kv, CHOICES["draft_kv"])
     return [
         Way(drafter, k, rollback, draft_kv)
         for drafter in drafters
@@ -174,6 +181,12 @@ def _listed(option: str, text: str, choices: Sequence[str]) -> list[str]:
     if wrong is not None:
         raise InputError(f"{option} has {wrong!r}, expected some of {', '.join(choices)}")
     return list(dict.fromkeys(words))
+
+
+def _modes(option: str, text: str, choices: Sequence[str]) -> list[str]:
+    """One of two words, or both of them."""
+    words = _listed(option, text, (*choices, BOTH))
+    return list(choices) if BOTH in words else words
 
 
 def _check_sizes(arguments: argparse.Namespace, manifest: Manifest) -> None:
@@ -218,13 +231,19 @@ class PlainTotals:
     tokens: int = 0
     before_repeat: int = 0
     logits: bool = False
+    prompts: int = 0  # that were decoded
+    interrupted: bool = False  # by Ctrl-C, before all was compared
 
 
 def _compare(
-    engines: Engines, runs: Sequence[Run], prompts: Sequence[list[int]], budget: int
-) -> PlainTotals:
+    engines: Engines,
+    runs: Sequence[Run],
+    prompts: Sequence[list[int]],
+    budget: int,
+    totals: PlainTotals,
+) -> None:
     """Prompt by prompt, so that the logits of one prompt are all that is kept."""
-    chain, totals = engines.chain(drafter="none"), PlainTotals()
+    chain = engines.chain(drafter="none")
     total, done = len(prompts) * (1 + len(runs)), 0
     with phases("verifying") as show:
         for number, prompt in enumerate(prompts):
@@ -236,12 +255,12 @@ def _compare(
             totals.tokens += len(plain.tokens)
             totals.before_repeat += plain.fresh
             totals.logits = bool(plain.logits)
+            totals.prompts += 1
             done += 1
             for way, comparison in runs:
                 show(way.words, done, total)
                 comparison.add(number, plain)
                 done += 1
-    return totals
 
 
 def _report(
@@ -253,12 +272,12 @@ def _report(
 ) -> dict[str, Any]:
     """The certificate."""
     exact = not any(comparison.mismatches for _, comparison in runs)
-    passed = all(comparison.passed for _, comparison in runs)
+    passed = all(comparison.passed for _, comparison in runs) and not plain.interrupted
     differences = [comparison.differences for _, comparison in runs]
     return {
         "passed": passed,
         "exact": exact,
-        "verdict": _verdict(passed, exact),
+        "verdict": "interrupted" if plain.interrupted else _verdict(passed, exact),
         "tokens": sum(comparison.tokens for _, comparison in runs),
         "mismatches": sum(len(comparison.mismatches) for _, comparison in runs),
         "largest_logit_difference": max((d.largest for d in differences if d), default=None),
@@ -284,6 +303,7 @@ def _report(
             "threads": arguments.threads,
         },
         "plain": {
+            "prompts": plain.prompts,
             "tokens": plain.tokens,
             "tokens_before_repeat": plain.before_repeat,
             "logits": plain.logits,
@@ -441,6 +461,12 @@ def _token_words(id: int, tokenizer: Tokenizer) -> str:
 
 def _sentence(report: dict[str, Any]) -> str:
     tokens, mismatches = report["tokens"], report["mismatches"]
+    if report["verdict"] == "interrupted":
+        asked, reached = report["settings"]["prompts"], report["plain"]["prompts"]
+        return (
+            f"none: interrupted in prompt {reached} of {asked}; of the {tokens} tokens compared so "
+            f"far {mismatches} differ from plain greedy decoding"
+        )
     if report["verdict"] == "exact":
         same = report["largest_logit_difference"] == 0
         return f"exact: all {tokens} tokens are those of plain greedy decoding" + (
