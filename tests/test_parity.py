@@ -358,7 +358,7 @@ def test_bad_words_are_refused_before_work_begins(
     (taken / "letter.txt").write_text("mine")
     for words, said in (
         (["--save", "a", "--load", "b"], "give one of them"),
-        (["--dtype", "fp16"], "are for the few layers of --layers N"),
+        (["--dtype", "fp16"], "is for the few layers of --layers N"),
         (["--layers", "9"], "--layers is 9, expected 3 to 8"),
         (["--layers", "2"], "--layers is 2, expected 3 to 8"),
         (["--layers", "4", "--dtype", "bf16", "--backend", "onnxruntime-cpu"], "exported as bf16"),
