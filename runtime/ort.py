@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,12 @@ class OrtBinding:
 
 
 def onnxruntime() -> Any:
-    """The module, imported when first needed.
+    """The module, imported when first needed; its telemetry is off unless the user sets it.
 
     Raises:
         InputError: It is not installed, or too old.
     """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read once, as its library starts
     try:
         import onnxruntime as module  # type: ignore[import-untyped]
     except ImportError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # some tests import onnxruntime on their own
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that: the tests that
