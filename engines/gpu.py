@@ -9,6 +9,10 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 
 
+class NoDevice(InputError):
+    """There is no GPU here that can be used."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One GPU."""
@@ -24,7 +28,7 @@ def cuda_runtime() -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError:
-        raise InputError(
+        raise NoDevice(
             "a GPU needs the Python package cuda-python: pip install 'cuda-python>=12.6.1,<14' "
             "(13 for CUDA 13, 12 for CUDA 12)"
         ) from None
@@ -35,7 +39,10 @@ def device_info(index: int = 0) -> Device:
     lib = cuda_runtime()
     code, count = lib.cudaGetDeviceCount()
     if code != lib.cudaError_t.cudaSuccess:
-        raise InputError(f"no CUDA device: {error_text(lib, code)}")
+        said = error_text(lib, code)
+        if code == getattr(lib.cudaError_t, "cudaErrorInsufficientDriver", None):  # or none at all
+            said = f"no NVIDIA driver was found, or one too old for this CUDA (nvidia-smi; {said})"
+        raise NoDevice(f"no CUDA device: {said}")
     if not 0 <= index < count:
         raise InputError(f"no CUDA device {index}: this machine has {count}, counted from 0")
     code, found = lib.cudaGetDeviceProperties(index)

@@ -16,7 +16,7 @@ from eagle_chain.engines.draft_keys import FLAGS
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
-from eagle_chain.engines.memory import chain_needs, host_bytes_available
+from eagle_chain.engines.memory import chain_needs, host_bytes_available, of_one_drafter
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.plans import plan_report
@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a bundle or a checkpoint")
     parser.add_argument(
         "--check", action="store_true", help="hash the weight files of a bundle from end to end"
+    )
+    parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="list what each engine of a bundle takes and gives (those of the largest capacity)",
     )
     parser.add_argument(
         "--trunk", metavar="TRUNK", type=Path, help="trunk checkpoint, when FOLDER is a draft"
@@ -63,6 +68,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     manifest = Manifest.load(folder)
     report = bundle_report(folder, manifest)
     print_bundle(manifest, report)
+    if arguments.tensors:
+        print_tensors(manifest)
     if not arguments.check:
         return Outcome(report)
     changed = changed_files(folder, manifest)
@@ -84,6 +91,8 @@ def pair_lines(
 ) -> list[str]:
     """What a pair is and what engines are made of it, a line each."""
     lines = [f"trunk    {trunk_line(trunk)}"]
+    sizes = ", ".join(map(str, options.capacities))
+    capacity = f"{'capacities' if options.smaller else 'capacity'} {sizes}"
     if draft is not None:
         lines += draft_lines(draft, overrides)
     if mtp:
@@ -91,7 +100,7 @@ def pair_lines(
     return [
         *lines,
         f"ignored  {ignored_line(ignored)}",
-        f"engines  width {options.width}, capacity {options.capacity}, {options.dtype}, "
+        f"engines  width {options.width}, {capacity}, {options.dtype}, "
         f"KV {options.kv_type}, profile {options.profile}",
     ]
 
@@ -173,7 +182,9 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
     states = {pair.input: pair for spec in largest for pair in spec.states}
     options = manifest.options
     weights_bytes = sum(weight.nbytes for weight in manifest.weights.values())
-    state_bytes = sum(_state_bytes(pair) for pair in states.values())
+    one = of_one_drafter({spec.name: spec for spec in largest})
+    counted = {pair.input: pair for spec in one.values() for pair in spec.states}
+    state_bytes = sum(_state_bytes(pair) for pair in counted.values())
     needs = chain_needs(manifest.specs, options, manifest.trunk)
     device = _device()
 
@@ -213,7 +224,12 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
             "stored_weights": weights_bytes,
             "weights": _computed_bytes(manifest),
             "states": state_bytes,
-            "kv_per_token": kv_row_bytes(manifest.specs.values()),
+            "kv_per_token": kv_row_bytes(one.values()),
+            "kv_per_token_of": {
+                part: kv_row_bytes([spec for spec in largest if spec.name == engine])
+                for part, engine in (("trunk", "trunk"), ("eagle", "draft"), ("mtp", "mtp"))
+                if engine in manifest.specs
+            },
             "total": _computed_bytes(manifest) + state_bytes,
             "chain": {
                 str(capacity): {**asdict(part), "total": part.total}
@@ -236,26 +252,24 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
         print(line)
     for line in source_lines(manifest.draft) if manifest.draft else []:
         print(line)
-    for name, spec in manifest.specs.items():
-        print(f"\n{name}.onnx")
-        for title, tensors in (("in", spec.inputs), ("out", spec.outputs)):
-            for tensor in tensors:
-                print(f"  {title:<5} {tensor.name:<28} {tensor.dtype:<6} {list(tensor.shape)}")
-        for (name, dtype, shape, kept), pairs in _alike(spec).items():
-            size = f"{len(pairs)} x {human_bytes(pairs[0].tensors[0].nbytes)}, {kept}"
-            print(f"  state {name:<28} {dtype:<6} {list(shape)} {size}")
+    names = dict.fromkeys(name.partition("-")[0] for name in manifest.specs)
+    each = f" for each of {len(manifest.options.capacities)} capacities"
+    print(f"graphs   {', '.join(names)}{each if manifest.options.smaller else ''}")
     memory = report["memory"]
     versions = ", ".join(f"{name} {version}" for name, version in manifest.made_with.items())
-    print(f"\nweights  {report['tensors']} tensors, {human_bytes(memory['stored_weights'])} stored")
+    print(f"weights  {report['tensors']} tensors, {human_bytes(memory['stored_weights'])} stored")
     for name, size in report["files"].items():
         print(f"         {name} {human_bytes(size)}")
     print(
-        f"memory   weights {human_bytes(memory['weights'])} as {manifest.options.dtype} "
-        f"+ states {human_bytes(memory['states'])} = {human_bytes(memory['total'])}"
+        f"memory   weights {human_bytes(memory['weights'])} as {manifest.options.dtype}; a chain "
+        "has one drafter, the first that is there of eagle and mtp is counted"
     )
+    trunk, *drafts = memory["kv_per_token_of"].items()
+    shares = [f"{part} {size:,}" for part, size in (trunk, *drafts[:1])]
+    other = [f"; {part} in its place: {size:,}" for part, size in drafts[1:]]
     print(
         f"KV       {manifest.options.kv_type}, {memory['kv_per_token']:,} bytes a token "
-        "(trunk and drafts)"
+        f"({' + '.join(shares)}{''.join(other)}), room for a capacity and the width"
     )
     for line in memory_lines(memory):
         print(line)
@@ -268,6 +282,22 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
     if not report["plans"]:
         print("plans    none")
     print(f"made by  {versions}")
+
+
+def print_tensors(manifest: Manifest) -> None:
+    """What each engine of the largest capacity takes and gives, for people."""
+    if manifest.options.smaller:
+        print(f"\nat capacity {manifest.options.capacity}; others differ in the rows of their KV")
+    for name, spec in manifest.specs.items():
+        if "-" in name:
+            continue
+        print(f"\n{name}.onnx")
+        for title, tensors in (("in", spec.inputs), ("out", spec.outputs)):
+            for tensor in tensors:
+                print(f"  {title:<5} {tensor.name:<28} {tensor.dtype:<6} {list(tensor.shape)}")
+        for (name, dtype, shape, kept), pairs in _alike(spec).items():
+            size = f"{len(pairs)} x {human_bytes(pairs[0].tensors[0].nbytes)}, {kept}"
+            print(f"  state {name:<28} {dtype:<6} {list(shape)} {size}")
 
 
 def memory_lines(memory: Mapping[str, Any]) -> list[str]:

@@ -91,7 +91,7 @@ def chain_needs(
             for plain, made in [options.of_engine(name)]
             if made.capacity == capacity or not specs[name].states
         }
-        own = _of_one_drafter(own)
+        own = of_one_drafter(own)
         pairs = {pair.input: pair for spec in own.values() for pair in spec.states}
         sizes = {"kv": 0, "states": 0, "logs": 0}
         for pair in pairs.values():
@@ -142,7 +142,7 @@ def check_load(
     )
 
 
-def _of_one_drafter(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
+def of_one_drafter(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
     """A chain has one drafter: the bundle's draft if there is one, unless another is asked for."""
     left_out = "mtp" if "draft" in specs else ()
     return {name: spec for name, spec in specs.items() if not name.startswith(left_out)}
@@ -233,7 +233,7 @@ def check_room(
 
 def _distinct_states(specs: Mapping[str, EngineSpec]) -> list[EngineSpec]:
     """The specs, with a state that several engines share left in the first of them only."""
-    specs = _of_one_drafter(specs)
+    specs = of_one_drafter(specs)
     seen: set[tuple[str, str]] = set()
     kept = []
     for spec in specs.values():

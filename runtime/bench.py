@@ -38,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "bundle", metavar="BUNDLE", type=Path, nargs="?", help="what `export` wrote"
     )
-    parser.add_argument("--shapes", choices=SHAPES, help="sizes of this pair, random weights")
+    parser.add_argument(
+        "--shapes",
+        metavar="NAME",
+        nargs="?",
+        const="",
+        help=f"sizes of this pair, random weights: {', '.join(SHAPES)}",
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
     parser.add_argument(
         "--drafter",
@@ -91,10 +97,14 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Measure, tell, and hand back the numbers."""
+    names = " or ".join(f"--shapes {name}" for name in SHAPES)
     if (arguments.bundle is None) == (arguments.shapes is None):
-        raise InputError("name a BUNDLE, or the sizes to measure with --shapes")
+        both = "not both" if arguments.bundle else "name one of them"
+        raise InputError(f"bench measures a BUNDLE, or {names} with random weights: {both}")
+    if arguments.shapes is not None and arguments.shapes not in SHAPES:
+        raise InputError(f"--shapes is {arguments.shapes!r}, expected {names}")
     if arguments.runs < 1:
-        raise InputError(f"runs is {arguments.runs}, expected 1 or more")
+        raise InputError(f"--runs is {arguments.runs}, expected 1 or more")
     if arguments.text and arguments.shapes:
         raise InputError("random weights accept nothing: --text needs a BUNDLE")
     _settle_shapes(arguments)
@@ -180,8 +190,7 @@ def measure(
     k = most if arguments.k is None else arguments.k
     if position is None:
         position = min(1000, options.capacity // 2)
-    if not 0 <= k <= most or not 0 < position <= options.capacity - options.width:
-        raise InputError(f"k {k} or position {position} is outside what the engines take")
+    _check(k, most, position, options, arguments.tokens_per_round)
     bandwidth = copy_bandwidth(memory) if isinstance(memory, CudaMemory) else None
 
     def stand(k: int, of: Engines = engines) -> Stand:
@@ -229,6 +238,24 @@ def measure(
     if isinstance(memory, CudaMemory):
         report["device_bytes"] = memory.info.total_bytes - memory.free_bytes()
     return report
+
+
+def _check(k: int, most: int, position: int, options: Options, asked: float | None) -> None:
+    """Refuse what the engines do not take, and an acceptance that k drafts cannot have."""
+    if not 0 <= k <= most:
+        why = f"the width is {options.width}" if most else "there are no engines of a drafter"
+        raise InputError(f"-k is {k}, expected 0 to {most}: {why}")
+    last = options.capacity - options.width
+    if not 1 <= position <= last:
+        raise InputError(
+            f"--position is {position}, expected 1 to {last}, the capacity of {options.capacity} "
+            f"less the width"
+        )
+    if asked is not None and not 1 <= asked <= k + 1:
+        raise InputError(
+            f"--tokens-per-round is {asked:g}, expected 1 to {k + 1}: a round with {k} drafts "
+            "gives no more"
+        )
 
 
 def _part(
@@ -290,6 +317,8 @@ def _speeds(
 def accepted(arguments: argparse.Namespace, k: int) -> dict[str, float]:
     """Tokens per round and per second on a text, by the wall, with drafts and without.
 
+    The chains stand at other positions than the rounds of the table, and so may their capacity.
+
     Raises:
         InputError: The text is too short, or its prompts do not fit into the bundle.
     """
@@ -308,4 +337,8 @@ def accepted(arguments: argparse.Namespace, k: int) -> dict[str, float]:
         "tokens_per_round": sums[k].acceptance_length or 1.0,
         "tokens_per_second": sums[k].tokens_per_second or 0.0,
         "plain_tokens_per_second": sums[0].tokens_per_second or 0.0,
+        "round_ms": sums[k].decode_seconds / max(1, sums[k].rounds) * 1e3,
+        "from_position": PROMPT_TOKENS,
+        "to_position": PROMPT_TOKENS + NEW_TOKENS,
+        "capacity": chain.cache.capacity,
     }

@@ -38,12 +38,17 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"device memory in use: {human_bytes(report['device_bytes'])}")
     if measured := report["measured"]:
         lines.append(
-            f"measured: {measured['tokens_per_round']:.2f} tokens per round, "
+            f"measured on the text: {measured['tokens_per_round']:.2f} tokens per round, "
             f"{measured['tokens_per_second']:.0f} tokens/s, plainly "
-            f"{measured['plain_tokens_per_second']:.0f}"
+            f"{measured['plain_tokens_per_second']:.0f}\n"
+            f"  (whole chains by the wall, {measured['round_ms']:.3f} ms a round at positions "
+            f"{measured['from_position']} to {measured['to_position']}, capacity "
+            f"{measured['capacity']})"
         )
+    clock = f"{report['rounds'][str(report['k'])]['median_ms']:.3f} ms"
+    lines.append(f"counted with the round of the table, {clock} at position {report['position']}:")
     lines += [
-        f"{speed['tokens_per_round']:.2f} tokens per round: {speed['tokens_per_second']:.0f} "
+        f"  {speed['tokens_per_round']:.2f} tokens per round: {speed['tokens_per_second']:.0f} "
         f"tokens/s, {speed['over_plain']:.2f}x of plain decoding"
         for speed in report["speed"]
     ]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import FLAVOURS, load_flavour
-from eagle_chain.engines.gpu import device_info
+from eagle_chain.engines.gpu import NoDevice, device_info
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.plans import find_plans, machine
 from eagle_chain.runtime import ort_cuda, trt
@@ -265,7 +265,10 @@ def open_engines(
     if backend in FLAVOURS:
         return Engines(manifest, backend, *trt.open_sessions(folder, manifest, backend), stop_ids)
     if backend == "onnxruntime-cuda":
-        return Engines(manifest, backend, *ort_cuda.open_sessions(folder, manifest), stop_ids)
+        try:
+            return Engines(manifest, backend, *ort_cuda.open_sessions(folder, manifest), stop_ids)
+        except NoDevice as error:
+            raise InputError(f"{error}; {_without_gpu(folder, manifest)}") from None
     if bound:
         return Engines(manifest, backend, *open_bound(folder, manifest, threads), stop_ids)
     memory = HostMemory()
@@ -274,6 +277,18 @@ def open_engines(
         for name, spec in manifest.specs.items()
     }
     return Engines(manifest, backend, memory, sessions, stop_ids)
+
+
+def _without_gpu(folder: Path, manifest: Manifest) -> str:
+    """What somebody with a bundle for ONNX Runtime on a GPU, and no GPU, can do."""
+    options = manifest.options
+    if not options.profile.startswith("ort-") and options.dtype != "bf16":
+        return "--backend onnxruntime-cpu runs this bundle"
+    what = f"{options.dtype}, profile {options.profile}"
+    return (
+        f"{folder} ({what}) is for one: for the CPU export it again with --profile portable"
+        f"{' --dtype fp32' if options.dtype == 'bf16' else ''}"
+    )
 
 
 def backend_for(folder: Path, manifest: Manifest, backend: Backend) -> Backend:

@@ -196,6 +196,8 @@ def test_acceptance_is_measured_on_a_text(
     measured = found["measured"]
     assert isinstance(measured, dict) and 1 <= measured["tokens_per_round"] <= 5
     assert measured["tokens_per_second"] > 0 and measured["plain_tokens_per_second"] > 0
+    speed = measured["tokens_per_round"] / measured["round_ms"] * 1e3  # the same clock
+    assert measured["tokens_per_second"] == pytest.approx(speed)
 
 
 def test_several_positions_are_compared(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,15 +253,19 @@ def test_no_drafts_is_plain_decoding(bundle: Path, capsys: pytest.CaptureFixture
     ("words", "said"),
     [
         ([], "--shapes"),
-        (["BUNDLE", "-k", "5"], "k 5"),
-        (["BUNDLE", "--position", "48"], "position 48"),
+        (["BUNDLE", "-k", "5"], "-k is 5, expected 0 to 4"),
+        (["BUNDLE", "--position", "48"], "--position is 48, expected 1 to 43"),
+        (["BUNDLE", "--tokens-per-round", "5.5"], "is 5.5, expected 1 to 5"),
+        (["BUNDLE", "-k", "2", "--tokens-per-round", "4"], "is 4, expected 1 to 3"),
+        (["BUNDLE", "--shapes"], "not both"),
+        (["--shapes"], "--shapes is '', expected --shapes qwen3.5-9b"),
         (["BUNDLE", "--runs", "0"], "runs is 0"),
         (["--shapes", "qwen3.5-9b", "--backend", "onnxruntime-cpu"], "GPU"),
         (["--shapes", "qwen3.5-9b", "--width", "5,8", "--position", "1,2,3"], "2 widths"),
         (["--shapes", "qwen3.5-9b", "--text", "x"], "accept nothing"),
         (["BUNDLE", "--position", "few"], "whole_numbers"),
     ],
-    ids=["nothing", "k", "position", "runs", "shapes on a CPU", "lists", "text", "numbers"],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_it_says_what_is_wrong(
     bundle: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -20,6 +20,7 @@ import pytest
 from eagle_chain.engines import cli
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import install
+from eagle_chain.engines.gpu import NoDevice
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime import Tokenizer, load
 from eagle_chain.runtime.answer import answer, printable
@@ -304,20 +305,20 @@ def test_inspect_a_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> N
     recurrent = next(state for state in report["states"] if state["name"] == "layers.0.S")
     assert recurrent["buffers"] == 2
     memory = report["memory"]
-    assert memory["states"] == sum(state["bytes"] for state in report["states"])
+    one_drafter = [state for state in report["states"] if not state["name"].startswith("mtp.")]
+    assert memory["states"] == sum(state["bytes"] for state in one_drafter)
     assert memory["total"] == memory["weights"] + memory["states"]
 
 
 def test_inspect_for_people(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(bundle)]) == 0
+    short = capsys.readouterr().out
+    for phrase in ("features outputs of layers 0, 1, 2", "profile portable", "\nmemory "):
+        assert phrase in short
+    assert "layers.*.S" not in short
+    assert cli.main(["inspect", str(bundle), "--tensors"]) == 0
     output = capsys.readouterr().out
-    for phrase in (
-        "features outputs of layers 0, 1, 2",
-        "layers.*.S",
-        "profile portable",
-        "memory",
-    ):
-        assert phrase in output
+    assert output.startswith(short) and "\ntrunk.onnx\n" in output and "layers.*.S" in output
 
 
 def test_inspect_check_finds_a_changed_byte(
@@ -511,6 +512,35 @@ def test_an_export_without_a_tokenizer_says_so(
     exported((trunk, draft), tmp_path / "bundle", "--capacity", "64", "--aux-layers", "0,1,2")
     message = capsys.readouterr().err
     assert f"notice   {trunk}: has no tokenizer.json" in message and "--ids" in message
+
+
+@pytest.mark.parametrize(
+    ("profile", "way_out"),
+    [
+        ("ort-fused", "export it again with --profile portable --dtype fp32\n"),
+        ("portable", "-cpu runs"),
+    ],
+)
+def test_without_a_gpu_the_way_out_is_named(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    profile: str,
+    way_out: str,
+) -> None:
+    def no_device(index: int = 0) -> None:
+        raise NoDevice("no CUDA device: none")
+
+    monkeypatch.setattr("eagle_chain.runtime.cuda.device_info", no_device)
+    if profile != "portable":
+        pair = [bundle.parent / name for name in ("trunk", "draft")]
+        flags = ("--profile", profile, "--dtype", "bf16", "--aux-layers", "0,1,2")
+        bundle = exported(pair, tmp_path / "bundle", *flags, "--capacity", "64")
+    words = [] if profile != "portable" else ["--backend", "onnxruntime-cuda"]
+    assert generate(bundle, "--prompt", "a", *words) == 2
+    message = capsys.readouterr().err
+    assert "no CUDA device: none; " in message and way_out in message
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -195,7 +195,10 @@ def test_no_device_is_one_sentence(cuda: Any) -> None:
     cuda.DEVICE.count = 0
     with pytest.raises(InputError, match="no CUDA device: stand-in error cudaErrorNoDevice"):
         CudaMemory()
-    cuda.DEVICE.count = 1
+    cuda.DEVICE.without = cuda.cudaError_t.cudaErrorInsufficientDriver
+    with pytest.raises(InputError, match="no CUDA device: no NVIDIA driver was found"):
+        CudaMemory()
+    cuda.DEVICE.without, cuda.DEVICE.count = cuda.cudaError_t.cudaErrorNoDevice, 1
     with pytest.raises(InputError, match="no CUDA device 3: this machine has 1"):
         CudaMemory(3)
 

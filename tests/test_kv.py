@@ -391,10 +391,11 @@ def test_inspect_shows_the_kv_type(
     assert main(["inspect", str(tmp_path / "b")]) == 0
     # 34 + 24 bytes for each KV head: two in both attention layers of the trunk and in its mtp
     # head, four in the draft
-    assert f"KV       q8_0/q5_1, {58 * (4 + 2 + 4)} bytes a token" in capsys.readouterr().out
+    parts = f"(trunk {58 * 4} + eagle {58 * 4}; mtp in its place: {58 * 2})"
+    assert f"KV       q8_0/q5_1, {58 * 8} bytes a token {parts}" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "b"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["kv"] == "q8_0/q5_1" and report["memory"]["kv_per_token"] == 58 * 10
+    assert report["kv"] == "q8_0/q5_1" and report["memory"]["kv_per_token"] == 58 * 8
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,18 @@ def test_inspect_adds_it_up(bundle: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["inspect", str(bundle), "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["chain"].keys() == {"128", "512"} and memory["device"]["bytes"] > 0
-    for parts in memory["chain"].values():
+    for capacity, parts in memory["chain"].items():
         assert parts.pop("total") == sum(parts.values())
+        assert parts["kv"] == memory["kv_per_token"] * (int(capacity) + 5)
+    assert memory["states"] == sum(parts[part] for part in ("kv", "states", "logs"))
     assert cli.main(["inspect", str(bundle)]) == 0
     words = capsys.readouterr().out
     assert "chain    up to 128 tokens: kv " in words and "enough" in words
+    assert "engines  width 5, capacities 128, 512, fp32" in words
+    assert "draft_step" in words and "draft_step-128" not in words
+    assert cli.main(["inspect", str(bundle), "--tensors"]) == 0
+    words = capsys.readouterr().out
+    assert "at capacity 512" in words and words.count("trunk.onnx") == 1
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(bundle: Path) -> None:

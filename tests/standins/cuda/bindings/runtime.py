@@ -18,6 +18,7 @@ class cudaError_t(enum.IntEnum):
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
     cudaErrorInvalidValue = 1
+    cudaErrorInsufficientDriver = 35
     cudaErrorNoDevice = 100
     cudaErrorStreamCaptureUnsupported = 900
 
@@ -36,6 +37,7 @@ class cudaStreamCaptureMode(enum.IntEnum):
 OK = cudaError_t.cudaSuccess
 DEVICE = SimpleNamespace(
     count=1,
+    without=cudaError_t.cudaErrorNoDevice,
     late=False,
     properties=SimpleNamespace(
         name=b"Stand-in GPU\0\0",
@@ -75,7 +77,7 @@ def _catch_up(stream, event=None):
 
 
 def cudaGetDeviceCount():
-    return (OK, DEVICE.count) if DEVICE.count else (cudaError_t.cudaErrorNoDevice, None)
+    return (OK, DEVICE.count) if DEVICE.count else (DEVICE.without, None)
 
 
 def cudaGetDeviceProperties(index):
