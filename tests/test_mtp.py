@@ -373,10 +373,10 @@ def test_an_option_of_a_draft_needs_one(folder: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("mtp.fc.weight"), "1 tensors missing: mtp.fc.weight"),
+        (lambda t: t.pop("mtp.fc.weight"), "1 tensor missing: mtp.fc.weight"),
         (
             lambda t: t.update({"mtp.embed_tokens.weight": torch.zeros(VOCAB, 64)}),
-            "1 tensors unexpected: mtp.embed_tokens.weight",
+            "1 tensor unexpected: mtp.embed_tokens.weight",
         ),
         (
             lambda t: t.update({"mtp.fc.weight": torch.zeros(64, 64)}),
