@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     _settle_shapes(arguments)
     if arguments.plot:
         check(arguments.plot)  # now, not after the minutes that measuring takes
+    prompts = _prompts(arguments) if arguments.text else []
     with ExitStack() as stack, phases("measuring") as show:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         reports: list[dict[str, Any]] = []
@@ -120,7 +121,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if len(reports) > 1:
         report["sweep"] = [_row(each) for each in reports]
     if arguments.text:
-        report["measured"] = accepted(arguments, report["k"])
+        report["measured"] = accepted(arguments, report["k"], prompts)
     print(table(report))
     if arguments.plot:
         plot(report, arguments.plot)
@@ -314,18 +315,24 @@ def _speeds(
     ]
 
 
-def accepted(arguments: argparse.Namespace, k: int) -> dict[str, float]:
+def _prompts(arguments: argparse.Namespace) -> list[list[int]]:
+    """Prompts cut out of the text; `InputError` if it is too short, or there is no tokenizer."""
+    text, tokenizer = read_text(arguments.text), Tokenizer(arguments.bundle)
+    return cut_prompts(text, tokenizer, count=PROMPTS, length=PROMPT_TOKENS)
+
+
+def accepted(
+    arguments: argparse.Namespace, k: int, prompts: Sequence[list[int]]
+) -> dict[str, float]:
     """Tokens per round and per second on a text, by the wall, with drafts and without.
 
     The chains stand at other positions than the rounds of the table, and so may their capacity.
 
     Raises:
-        InputError: The text is too short, or its prompts do not fit into the bundle.
+        InputError: The prompts do not fit into the bundle.
     """
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
-    chain, tokenizer = engines.chain(drafter=arguments.drafter), Tokenizer(arguments.bundle)
-    text = read_text(arguments.text)
-    prompts = cut_prompts(text, tokenizer, count=PROMPTS, length=PROMPT_TOKENS)
+    chain = engines.chain(drafter=arguments.drafter)
     sums = {j: Stats() for j in (k, 0)}
     for prompt in [prompts[0], *prompts]:  # the first one twice: warm
         for j, stats in sums.items():

@@ -256,8 +256,7 @@ def open_engines(
 
     `bound` is for ONNX Runtime on a CPU: see `open_bound`.
     """
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise InputError(f"threads is {threads}, expected 1 to {MOST_THREADS}")
+    check_threads(threads)
     folder = Path(bundle)
     manifest = Manifest.load(folder)
     backend = backend_for(folder, manifest, backend)
@@ -291,6 +290,12 @@ def _without_gpu(folder: Path, manifest: Manifest) -> str:
     )
 
 
+def check_threads(threads: int | None) -> None:
+    """Refuse a number of CPU threads that no machine should be told to start."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"threads is {threads}, expected 1 to {MOST_THREADS}")
+
+
 def backend_for(folder: Path, manifest: Manifest, backend: Backend) -> Backend:
     """The backend that a name stands for, "auto" as well; whether it can run here shows later.
 
@@ -305,6 +310,11 @@ def backend_for(folder: Path, manifest: Manifest, backend: Backend) -> Backend:
         raise InputError(
             f"{folder}: was exported as bf16, which ONNX Runtime has no CPU kernels for; "
             "export it again with --dtype fp32, or use --backend onnxruntime-cuda on a GPU"
+        )
+    if backend == "onnxruntime-cpu" and manifest.options.profile == "ort-fused":
+        raise InputError(
+            f"{folder}: was exported for the profile ort-fused, whose kernels are for GPUs; "
+            "export it again with --profile portable, or use --backend onnxruntime-cuda on a GPU"
         )
     return backend
 

@@ -75,10 +75,11 @@ def search(
         before = best
         for group in groups:
             best = max([best, *(replace(best, **c) for c in group)], key=tokens_per_pass)
+    top = judge(best)  # what all that is taken back is held against: little by little adds up
     for name in FIELDS:
         for usual in (start, filed):
             plainer = replace(best, **{name: getattr(usual, name)})
-            if not surely_better(judge(best), judge(plainer), k):
+            if not surely_better(top, judge(plainer), k):
                 best = plainer
                 break
     return best

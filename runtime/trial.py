@@ -16,6 +16,7 @@ from eagle_chain.engines import strict_json
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.contract import engine_specs
+from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest, file_hash
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.runtime import ort_cuda
@@ -133,12 +134,18 @@ def author(
     bundle: Path, plan: Mapping[str, DraftConfig], folder: Path, capacity: int | None = None
 ) -> None:
     """Author the graphs of a plan (see `export.variants`) into a new folder with the weights."""
-    folder.mkdir()
-    (folder / "weights").symlink_to((bundle / "weights").resolve())
     path = folder / "plan.json"
-    path.write_text(strict_json.dumps(strict_json.encode(plan)))
     sized = [] if capacity is None else ["--capacity", str(capacity)]
-    dispatch(["variants", str(bundle), str(path), "-o", str(folder), *sized])
+    try:
+        folder.mkdir()
+        (folder / "weights").symlink_to((bundle / "weights").resolve())
+        path.write_text(strict_json.dumps(strict_json.encode(plan)))
+        dispatch(["variants", str(bundle), str(path), "-o", str(folder), *sized])
+    except OSError as error:
+        raise InputError(
+            f"{folder}: graphs cannot be written there ({error.strerror}): make room, or set "
+            "TMPDIR to another folder"
+        ) from None
 
 
 def write_variant(

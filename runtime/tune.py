@@ -24,11 +24,12 @@ from eagle_chain.runtime.load import (
     Backend,
     Engines,
     backend_for,
+    check_threads,
     open_engines,
 )
 from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
 from eagle_chain.runtime.plots import PLOT_HELP, check
-from eagle_chain.runtime.prompts import cut_prompts, read_text
+from eagle_chain.runtime.prompts import TextFile, cut_prompts, read_text
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
 from eagle_chain.runtime.tokenizer import Tokenizer
 from eagle_chain.runtime.trial import Setting, Trial, write_variant
@@ -75,15 +76,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     text = read_text(arguments.text)
     manifest = Manifest.load(arguments.bundle)
     draft, backend = _checked(arguments, manifest)
-    prompts = cut_prompts(
-        text,
-        Tokenizer(arguments.bundle),
-        count=arguments.prompts,
-        length=arguments.prompt_tokens,
-        prefix=arguments.prefix,
-    )
     if arguments.plot is not None:
         check(arguments.plot)  # now, not after the minutes that tuning takes
+    prompts = _different_prompts(arguments, text)
     print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
     print(
         f"prompts   {len(prompts)} of {arguments.prompt_tokens} tokens, up to "
@@ -110,6 +105,21 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(report, passed=report["confirmed"]["exact"])
 
 
+def _different_prompts(arguments: argparse.Namespace, text: TextFile) -> list[list[int]]:
+    """The prompts, each once: the same one again would look as if there was no noise."""
+    cut = cut_prompts(
+        text,
+        Tokenizer(arguments.bundle),
+        count=arguments.prompts,
+        length=arguments.prompt_tokens,
+        prefix=arguments.prefix,
+    )
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, cut))]
+    if len(prompts) < 2:
+        raise InputError(f"{text.path}: all prompts that were cut from it are the same one")
+    return prompts
+
+
 def _checked(arguments: argparse.Namespace, manifest: Manifest) -> tuple[DraftConfig, Backend]:
     """The draft and what runs it, if all that was asked for can be done."""
     bundle, options = arguments.bundle, manifest.options
@@ -124,6 +134,7 @@ def _checked(arguments: argparse.Namespace, manifest: Manifest) -> tuple[DraftCo
             "onnxruntime-cpu or onnxruntime-cuda, as acceptance hardly depends on the backend, "
             "then export and build with what it finds"
         )
+    check_threads(arguments.threads)
     for option, least in (("prompts", 2), ("prompt_tokens", 1), ("max_new_tokens", options.width)):
         if getattr(arguments, option) < least:
             name, got = option.replace("_", "-"), getattr(arguments, option)
@@ -213,7 +224,7 @@ def _report(
     settings = rows(judged, now, best, most)
     return {
         "text": str(arguments.text),
-        "prompts": arguments.prompts,
+        "prompts": len(found.texts),
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": sum(len(text.chosen) for text in found.texts),
         "backend": engines.backend,

@@ -85,7 +85,7 @@ def verdict(settings: Sequence[Report], speeds: Sequence[Report], k: int, asked:
     if first is not best:
         sentence += (
             f"; {' '.join(first['changed']) or 'no change'} has {-first['behind']:.2f} ± "
-            f"{first['error']:.2f} more yet, which is noise (below {NOISE:g} standard errors): "
+            f"{first['error']:.2f} more yet, which may be noise (below {NOISE:g} standard errors): "
             "more --prompts would tell"
         )
     sentences = [sentence]
@@ -104,8 +104,8 @@ def verdict(settings: Sequence[Report], speeds: Sequence[Report], k: int, asked:
         )
     elif k == len(speeds) - 1:
         sentences.append(
-            f"{k} drafts a round are the most that a width of {k + 1} has room for: export with a "
-            "larger --width to try more"
+            f"a width of {k + 1} has room for no more than {k} a round: export with a larger "
+            "--width to try more"
         )
     return sentences
 

@@ -256,6 +256,8 @@ def test_no_drafts_is_plain_decoding(bundle: Path, capsys: pytest.CaptureFixture
         (["BUNDLE", "-k", "5"], "-k is 5, expected 0 to 4"),
         (["BUNDLE", "--position", "48"], "--position is 48, expected 1 to 43"),
         (["BUNDLE", "--tokens-per-round", "5.5"], "is 5.5, expected 1 to 5"),
+        (["BUNDLE", "--tokens-per-round", "nan"], "is nan, expected 1 to 5"),
+        (["BUNDLE", "--text", "absent.txt"], "absent.txt: cannot be read"),
         (["BUNDLE", "-k", "2", "--tokens-per-round", "4"], "is 4, expected 1 to 3"),
         (["BUNDLE", "--shapes"], "not both"),
         (["--shapes"], "--shapes is '', expected --shapes qwen3.5-9b"),

@@ -379,10 +379,13 @@ def test_a_graph_that_cannot_be_loaded_is_one_sentence(bundle: Path, tmp_path: P
         OrtSession(bad, spec, HostMemory(), ["weights"])
 
 
-def test_bf16_has_no_cpu_kernels(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_bf16_and_ort_fused_have_no_cpu_kernels(pair: tuple[Path, Path], tmp_path: Path) -> None:
     half = export(pair, tmp_path / "bf16", "--dtype", "bf16")
     with pytest.raises(InputError, match=r"exported as bf16.*export it again with --dtype fp32"):
         load(half)
+    fused = export(pair, tmp_path / "fused", "--profile", "ort-fused")
+    with pytest.raises(InputError, match="export it again with --profile portable"):
+        load(fused, "onnxruntime-cpu")
 
 
 def test_fp16_runs_here_and_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Oracles: the pair as it was trained, chains that decode the same texts, tables w
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.runtime import Tokenizer, open_engines, ort_bound, payoff, tune
+from eagle_chain.runtime import trial as trial_module
 from eagle_chain.runtime.along import Found, Text, gain
 from eagle_chain.runtime.exactness import Plain
 from eagle_chain.runtime.payoff import confirm, fastest, speeds
@@ -187,6 +189,23 @@ def test_groups_are_tried_again_from_a_better_setting(right: DraftConfig) -> Non
 
     assert search(start, start, changes(start, right, 8), counted, MOST) == right
     assert len(set(asked)) < 72, "not every combination"
+
+
+def test_what_is_taken_back_does_not_add_up(right: DraftConfig) -> None:
+    """Each of two changes alone could be noise, both together are not: they are not both undone."""
+    start = replace(right, **LOW, **THETA)
+    accepted = {
+        right: [4, 4, 4, 4],
+        replace(right, **LOW): [2, 4, 4, 4],  # one standard error less than the best
+        start: [3, 3, 2, 3],  # five less than the best, one less than without its layers
+    }
+
+    def judge(draft: DraftConfig) -> Found:
+        ends = [text(6, fresh=1)] * 4
+        return Found(ends, [[a, 0, 0, 0, 0] for a in accepted.get(draft, [0] * 4)])
+
+    found = search(start, start, changes(start, start, 8), judge, MOST)
+    assert found == replace(right, **LOW)
 
 
 def test_layers_that_the_trunk_does_not_have_are_not_tried(right: DraftConfig) -> None:
@@ -417,6 +436,7 @@ def test_a_chain_is_compared_with_plain_decoding(
         (["--max-new-tokens", "60"], "take more than the bundle's capacity of 64"),
         (["--max-new-tokens", "3"], "--max-new-tokens is 3, expected 5 or more"),
         (["-k", "5"], "-k is 5, expected 1 to 4"),
+        (["--threads", "0"], "threads is 0, expected 1 to 1024"),
         (["--backend", "tensorrt-rtx"], "acceptance hardly depends on the backend"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -454,7 +474,12 @@ def test_without_matplotlib_nothing_is_begun(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("absent/x.png", "there is no folder"), ("x.txt", "ends in '.txt'"), ("x", "ends in ''")],
+    [
+        ("absent/x.png", "there is no folder"),
+        ("x.txt", "ends in '.txt'"),
+        ("x", "ends in ''"),
+        ("folder.png", "is a folder"),
+    ],
 )
 def test_a_plot_that_cannot_be_written_is_refused_first(
     name: str,
@@ -464,8 +489,34 @@ def test_a_plot_that_cannot_be_written_is_refused_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tune, "Trial", None)
+    (folder / "folder.png").mkdir(exist_ok=True)
     assert run(folder / "bundle", "--plot", str(folder / name)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_prompts_that_are_alike_say_nothing_of_noise(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "same.txt").write_text("\0" * 200)
+    assert run(folder / "bundle", "--text", str(tmp_path / "same.txt")) == 2
+    assert "all prompts that were cut from it are the same one" in capsys.readouterr().err
+
+
+def test_no_room_for_graphs(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(words: list[str]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(trial_module, "dispatch", full)
+    assert run(folder / "bundle") == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path) in error and "No space left on device" in error and "TMPDIR" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_leaves_nothing(
