@@ -30,6 +30,7 @@ from eagle_chain.engines.spec import (
     TensorSpec,
     kv_row_bytes,
 )
+from eagle_chain.engines.stop_ids import stop_line, stop_sources
 from eagle_chain.engines.strict_json import encode
 
 
@@ -186,7 +187,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
     counted = {pair.input: pair for spec in one.values() for pair in spec.states}
     state_bytes = sum(_state_bytes(pair) for pair in counted.values())
     needs = chain_needs(manifest.specs, options, manifest.trunk)
-    device = _device()
+    device, stops = _device(), stop_sources(folder, manifest.trunk.eos_ids)
 
     def chains(specs: Mapping[str, EngineSpec], options: Options) -> int:
         return sum(n.total for n in chain_needs(specs, options, manifest.trunk).values())
@@ -205,6 +206,8 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "draft": encode(manifest.draft),
         "overrides": list(manifest.overrides.words()),
         "mtp": manifest.mtp,
+        "stop_ids": sorted({id for ids in stops.values() for id in ids}),
+        "stop_sources": stops,
         "aux_layers": list(manifest.aux_layers),
         "ignored": manifest.ignored,
         "engines": {name: _engine(spec) for name, spec in manifest.specs.items()},
@@ -252,6 +255,7 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
         print(line)
     for line in source_lines(manifest.draft) if manifest.draft else []:
         print(line)
+    print(f"stops    {stop_line(report['stop_sources'])}")
     names = dict.fromkeys(name.partition("-")[0] for name in manifest.specs)
     each = f" for each of {len(manifest.options.capacities)} capacities"
     print(f"graphs   {', '.join(names)}{each if manifest.options.smaller else ''}")

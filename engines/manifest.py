@@ -122,13 +122,18 @@ class Manifest:
     def load(folder: str | os.PathLike[str]) -> Manifest:
         """Read and check the manifest and every file it names; `InputError` if anything is off."""
         folder = Path(folder)
-        manifest = _parse(folder)
+        manifest = Manifest.read(folder)
         command = manifest.export_command(folder)
         for name, digest in manifest.graphs.items():
             _check_graph(folder / name, digest, command)
         for name, file in manifest.files.items():
             _check_weight_file(folder, name, file, command)
         return manifest
+
+    @staticmethod
+    def read(folder: str | os.PathLike[str]) -> Manifest:
+        """Read and check the manifest alone; `InputError` if anything is off."""
+        return _parse(Path(folder))
 
     def export_command(self, folder: str | os.PathLike[str]) -> str:
         """The command that makes this bundle again."""

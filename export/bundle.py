@@ -35,6 +35,7 @@ from eagle_chain.engines.staging import staged
 from eagle_chain.engines.version import library_version
 from eagle_chain.export.checkpoint import Checkpoint, open_mtp, open_pair, open_trunk
 from eagle_chain.export.graph import STANDARD_PROFILES, build_graphs
+from eagle_chain.export.kept_plans import carry
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -131,6 +132,8 @@ def write_bundle(
 ) -> Manifest:
     """Make the bundle in the place of `target`; on any failure what was there stays as it was.
 
+    Of a bundle that is replaced the TensorRT plans stay, if they are of the same graphs.
+
     Args:
         target: A folder that does not exist, is empty or is a bundle.
         pair: The checkpoints.
@@ -177,6 +180,7 @@ def write_bundle(
             arguments=arguments,
             overrides=pair.overrides,
         )
+        manifest = replace(manifest, plans=carry(target, folder, manifest))
         manifest.save(folder)
         return manifest
 

@@ -38,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of its EAGLE-3 draft (none: the trunk's own head and look-up can still draft)",
     )
     parser.add_argument(
-        "-o", "--output", metavar="BUNDLE", type=Path, required=True, help="folder to write"
+        "-o",
+        "--output",
+        metavar="BUNDLE",
+        type=Path,
+        required=True,
+        help="folder to write; a bundle that is there is replaced: its TensorRT plans are kept if "
+        "the graphs stay the same, else deleted",
     )
     parser.add_argument(
         "--width",
@@ -146,6 +152,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Read the checkpoints, say what will be made of them, write the bundle."""
     from eagle_chain.export.bundle import ignored_tensors, read_pair, write_bundle
     from eagle_chain.export.few_layers import first_layers
+    from eagle_chain.export.kept_plans import held_plans, plan_lines
 
     overrides, draft = overrides_of(arguments), arguments.draft
     if draft is None and overrides.words():
@@ -167,6 +174,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     made = pair.trunk_config, pair.draft_config, ignored_tensors(pair), options, overrides
     for line in pair_lines(*made, mtp=pair.mtp is not None):
         print(line, flush=True)
+    held = held_plans(arguments.output)
     manifest = write_bundle(
         arguments.output,
         pair,
@@ -179,9 +187,12 @@ def run(arguments: argparse.Namespace) -> Outcome:
         f"wrote    {arguments.output}: {', '.join(manifest.graphs)}; weights "
         f"{human_bytes(weights)} {'copied' if arguments.weights == 'copy' else 'linked'}"
     )
+    for line in plan_lines(arguments.output, held, manifest.plans):
+        print(line)
     if options.dtype == "fp32" and weights > LARGE:
         print("         for a GPU, --dtype bf16 halves the memory of weights and KV")
-    return Outcome(bundle_report(arguments.output, manifest))
+    deleted = sorted(held.keys() - manifest.plans.keys())
+    return Outcome({**bundle_report(arguments.output, manifest), "deleted_plans": deleted})
 
 
 def overrides_of(arguments: argparse.Namespace) -> DraftOverrides:

@@ -11,6 +11,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.inspection import draft_lines, ignored_line, source_lines, trunk_line
 from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.stop_ids import stop_line, stop_sources
 from eagle_chain.engines.strict_json import encode
 from eagle_chain.export.checkpoint import Checkpoint, open_draft, open_mtp, open_trunk
 
@@ -24,9 +25,11 @@ def describe(folder: Path, trunk: Path | None) -> dict[str, Any]:
         raise InputError(f"{folder}: is no draft; leave --trunk out")
     config, checkpoint = open_trunk(folder if trunk is None else trunk)
     if trunk is None:
-        print(f"trunk    {trunk_line(config)}")
+        stops = stop_sources(folder, config.eos_ids)
+        print(f"trunk    {trunk_line(config)}\nstops    {stop_line(stops)}")
         checkpoint.ignored.pop("mtp", None)  # `export` takes them
-        return {**_report("trunk", encode(config), checkpoint), "mtp": _mtp(config, checkpoint)}
+        more = {"mtp": _mtp(config, checkpoint), "stop_sources": stops}
+        return {**_report("trunk", encode(config), checkpoint), **more}
     draft_config, checkpoint = open_draft(folder, config, checkpoint)
     for line in (*draft_lines(draft_config), *source_lines(draft_config)):
         print(line)

@@ -171,6 +171,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         print(f"wrote {saved.file}: a prefix of {saved.tokens} tokens, {size}", file=sys.stderr)
     report = given.to_json()
     report["warnings"] = [*_ignored(arguments, drafter), *report["warnings"]]
+    if not engines.stop_ids:
+        report["warnings"].append("the bundle names no stop ids: no text ends before its limit")
     for warning in report["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     return Outcome(report, passed=given.exact is not False)

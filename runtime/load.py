@@ -15,6 +15,7 @@ from eagle_chain.engines.flavours import FLAVOURS, load_flavour
 from eagle_chain.engines.gpu import NoDevice, device_info
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.plans import find_plans, machine
+from eagle_chain.engines.stop_ids import stop_token_ids
 from eagle_chain.runtime import ort_cuda, trt
 from eagle_chain.runtime.buffers import HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
@@ -33,7 +34,6 @@ from eagle_chain.runtime.ort_bound import open_bound
 from eagle_chain.runtime.prefill import Follower, Prefill
 from eagle_chain.runtime.request import Limits
 from eagle_chain.runtime.session import Session
-from eagle_chain.runtime.tokenizer import stop_token_ids
 
 Backend = Literal["auto", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 DrafterName = Literal["eagle", "mtp", "ngram", "none"]
@@ -66,7 +66,7 @@ class Engines:
     backend: str
     memory: Memory
     sessions: dict[str, Session]
-    stop_ids: frozenset[int]  # ends of text of the trunk's config, end of turn of the tokenizer
+    stop_ids: frozenset[int]  # where a text or a turn ends, see engines/stop_ids.py
 
     @property
     def drafters(self) -> tuple[DrafterName, ...]:

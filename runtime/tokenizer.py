@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_plain
-from eagle_chain.engines.manifest import MANIFEST
+from eagle_chain.engines.stop_ids import (
+    stop_token_ids,
+    text_of,
+    tokenizer_config,
+    tokenizer_folder,
+)
 from eagle_chain.runtime.chat import render
 
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -22,8 +25,8 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     Attributes:
-        stop_ids: The ids of its end tokens: `eos_token` of tokenizer_config.json, which for chat
-            models is the end of a turn.
+        stop_ids: The ids that end a text, as far as the files beside it name them: see
+            `engines.stop_ids`.
 
     Args:
         folder: A bundle, or a folder with tokenizer.json.
@@ -44,7 +47,7 @@ class Tokenizer:
             )
         with _library_errors(f"{path}: not a tokenizer that can be read"):
             self._backend = Backend.from_buffer(read_plain(path))
-        self._config = _config(self.folder)
+        self._config = tokenizer_config(self.folder)
         self.stop_ids = stop_token_ids(self.folder)
 
     @property
@@ -84,7 +87,7 @@ class Tokenizer:
         """The conversation as the template writes it; arguments and errors as in `encode_chat`."""
         source = self._template()
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        tokens = {name: _text_of(self._config.get(name)) or "" for name in names}
+        tokens = {name: text_of(self._config.get(name)) or "" for name in names}
         given = {"messages": list(messages), "add_generation_prompt": True, **tokens, **variables}
         try:
             return render(source, given)
@@ -153,27 +156,6 @@ class TextStream:
         return self._tokenizer.decode(self._ids, special=self._special)
 
 
-def tokenizer_folder(folder: str | os.PathLike[str]) -> Path:
-    """Where the tokenizer files of a bundle or a checkpoint are."""
-    inside = Path(folder) / "tokenizer"
-    return inside if inside.is_dir() or Path(folder, MANIFEST).exists() else Path(folder)
-
-
-def stop_token_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
-    """Id of the `eos_token` that tokenizer_config.json names; empty if there is none."""
-    folder = tokenizer_folder(folder)
-    name = _text_of(_config(folder).get("eos_token"))
-    path = folder / "tokenizer.json"
-    if name is None or not path.is_file():
-        return frozenset()
-    added = _json(path).get("added_tokens") or []
-    if not isinstance(added, list) or not all(
-        isinstance(token, dict) and type(token.get("id")) is int for token in added
-    ):
-        raise InputError(f"{path}: added_tokens is not a list of tokens with an id")
-    return frozenset(token["id"] for token in added if token.get("content") == name)
-
-
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
     """Errors of the tokenizers library as `InputError`s: it raises plain Exception, or panics."""
@@ -183,25 +165,3 @@ def _library_errors(what: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise InputError(f"{what}: {error}") from error
         raise
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    return _json(path) if path.is_file() else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(read_plain(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return data
-
-
-def _text_of(token: Any) -> str | None:
-    """A special token is a string, or an object with its text in `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None

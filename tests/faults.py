@@ -53,7 +53,7 @@ ERRORS = {"full": errno.ENOSPC, "readonly": errno.EROFS}
 EXPORT = ["export", "trunk", "draft", "-o", "bundle", "--capacity", "32", "--aux-layers", "0,1,3"]
 EXPORT += ["--prefill", "0"]
 COMMANDS = {
-    "export": [*EXPORT, "--width", "3", "--weights", "copy"],
+    "export": [*EXPORT, "--weights", "copy"],  # the same graphs, so that plans are carried over
     "build": ["build", "bundle", "--force", "--level", "1"],
 }
 
@@ -209,8 +209,7 @@ class Sweep:
         assert main(EXPORT) == 0 and main(COMMANDS["export"]) == 0  # here, for the forks to find
         os.chdir(base)
         self.start()
-        prepare = [EXPORT] if command == "export" else [EXPORT, ["build", "bundle"]]
-        assert self.run(*prepare) == 0, self.errors.read_text()
+        assert self.run(EXPORT, ["build", "bundle"]) == 0, self.errors.read_text()
         shutil.rmtree(self.fresh)
         shutil.copytree(self.folder, self.fresh, symlinks=True)
         self.old = contents(self.folder / "bundle")

@@ -14,11 +14,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from eagle_chain.engines.cli import main
 from eagle_chain.engines.errors import InputError
-from eagle_chain.runtime import Tokenizer
+from eagle_chain.engines.stop_ids import stop_token_ids
+from eagle_chain.runtime import Tokenizer, load
 from eagle_chain.runtime.chat import MEMORY
-from eagle_chain.runtime.tokenizer import stop_token_ids
-from tests.toy_pair import IM_END, write_tokenizer
+from tests.toy_pair import END_OF_TEXT, IM_END, exported, write_pair, write_tokenizer
 
 TEXTS = [
     "plain",
@@ -88,6 +89,65 @@ def test_stop_ids_come_from_the_tokenizer_config(folder: Path) -> None:
     assert stop_token_ids(folder) == {IM_END}
     (folder / "tokenizer_config.json").unlink()
     assert stop_token_ids(folder) == frozenset()
+
+
+@pytest.mark.parametrize("value", [None, 7, [7, IM_END], [7, END_OF_TEXT, 7]], ids=str)
+def test_text_ends_where_transformers_would_end_it(folder: Path, value: object) -> None:
+    """And at the end of a turn, which only the tokenizer knows."""
+    from transformers import GenerationConfig
+
+    assert stop_token_ids(folder) == {IM_END}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    theirs = GenerationConfig.from_pretrained(folder).eos_token_id
+    ids = {theirs} if isinstance(theirs, int) else set(theirs or ())
+    assert stop_token_ids(folder) == Tokenizer(folder).stop_ids == ids | {IM_END}
+
+
+@pytest.mark.parametrize("value", ['"x"', "[1.5]", "true", "-1", "{}"])
+def test_stop_ids_that_are_none_are_refused(folder: Path, value: str) -> None:
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(InputError, match=r"eos_token_id is .* expected a token id or a list"):
+        stop_token_ids(folder)
+
+
+def test_a_bundle_stops_at_the_ids_of_its_generation_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = write_pair(tmp_path, layers=4, aux=[0, 1, 2], tokenizer=True)
+    flags = ("--capacity", "64", "--aux-layers", "0,1,2")
+    first = exported(pair, tmp_path / "first", *flags)
+    prompt = [5, 6, 7]
+    tokens = load(first).generate(prompt, max_new_tokens=20).tokens
+    stop = tokens[10]
+    (pair[0] / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 300]}))
+    second = exported(pair, tmp_path / "second", *flags)
+    given = load(second).generate(prompt, max_new_tokens=20)
+    assert given.tokens == tokens[: tokens.index(stop) + 1] and given.finish_reason == "eos"
+
+    for place in (second, pair[0]):
+        capsys.readouterr()
+        assert main(["inspect", str(place)]) == 0
+        want = ", ".join(map(str, sorted({END_OF_TEXT, IM_END, stop, 300})))
+        assert f"\nstops    {want} (config.json {END_OF_TEXT}; gen" in capsys.readouterr().out
+    assert main(["inspect", str(second), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["stop_ids"] == sorted({END_OF_TEXT, IM_END, stop, 300})
+    assert report["stop_sources"]["generation_config.json"] == [stop, 300]
+
+
+def test_a_bundle_that_never_stops_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = write_pair(
+        tmp_path, layers=4, aux=[0, 1, 2], tokenizer=True, sizes={"eos_token_id": None}
+    )
+    (pair[0] / "tokenizer_config.json").unlink()
+    bundle = exported(pair, tmp_path / "bundle", "--capacity", "64", "--aux-layers", "0,1,2")
+    assert main(["inspect", str(bundle)]) == 0
+    assert "\nstops    NONE in config.json" in capsys.readouterr().out
+    words = ["--prompt", "a", "--max-new-tokens", "2", "--threads", "1", "--json"]
+    assert main(["generate", str(bundle), *words]) == 0
+    assert any("no stop ids" in text for text in json.loads(capsys.readouterr().out)["warnings"])
 
 
 def test_a_chat_ends_where_the_model_answers(folder: Path) -> None:
