@@ -195,7 +195,9 @@ def _parse(folder: Path) -> Manifest:
             "eagle-chain export TRUNK DRAFT -o BUNDLE"
         )
     if not path.is_file():
-        raise InputError(f"{folder}: has no {MANIFEST}, so it is not a bundle; {again}")
+        was = any((folder / name).exists() for name in ("weights", "plans", "trunk.onnx"))
+        make = again if was else "make one: eagle-chain export TRUNK DRAFT -o BUNDLE"
+        raise InputError(f"{folder}: has no {MANIFEST}, so it is not a bundle; {make}")
     try:
         data = parse_json(read_plain(path).decode("utf-8"))
         return _checked(data)

@@ -85,6 +85,9 @@ class EngineSpec:
         return self.outputs + tuple(pair.tensors[1] for pair in self.states)
 
 
+MOST_WIDTH = 64  # rows of a call that verifies drafts
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user chooses at export; the same for every engine of a bundle."""
@@ -133,6 +136,11 @@ def check_options(options: Options) -> None:
     """Refuse options that no graph can be made for."""
     if options.width < 2:
         raise InputError(f"width is {options.width}, expected 2 or more: 1 token and the drafts")
+    if options.width > MOST_WIDTH:
+        raise InputError(
+            f"width is {options.width}, expected at most {MOST_WIDTH}: every row is computed in "
+            "every call, and so many drafts in a row are hardly ever right"
+        )
     if options.capacity < options.width:
         raise InputError(
             f"capacity is {options.capacity}, expected at least the width, {options.width}"

@@ -8,6 +8,7 @@ folder that is found while holding the lock belongs to a dead process and is rem
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from eagle_chain.engines.errors import InputError
 
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # a folder that nothing can be made in
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -46,6 +48,8 @@ def staged(target: Path, check: Callable[[Path], None]) -> Iterator[Path]:
         raise
     except OSError as error:
         where = error.filename or str(target)
+        if error.errno in CLOSED and Path(where).parent == target.parent:
+            where = str(target.parent)  # not the hidden name that was to be made in it
         raise InputError(
             f"{where}: {error.strerror or error}; nothing was written to {target}"
         ) from error

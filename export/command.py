@@ -16,6 +16,7 @@ from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import (
     DEBUG_OUTPUTS,
     DTYPES,
+    MOST_WIDTH,
     PREFILL_STEP,
     PROFILES,
     Options,
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--width",
         type=int,
         default=Options.width,
-        help="rows of a trunk call: 1 + the most drafts (5)",
+        help=f"rows of a trunk call: 1 + the most drafts, at most {MOST_WIDTH} (5)",
     )
     parser.add_argument(
         "--capacity",
@@ -211,6 +212,7 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
     prefill = arguments.prefill
     if prefill is None:
         prefill = min(PREFILL, capacity // PREFILL_STEP * PREFILL_STEP)
+        prefill = prefill if prefill >= arguments.width else 0  # calls of the width are as wide
     options = Options(
         arguments.width,
         capacity,

@@ -202,6 +202,19 @@ class Chain:
         self,
         ids: Sequence[int],
         fed: Fed = unheard,
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """Refuse bad arguments before anything runs."""
+        unknown = [name for name in options if name not in RequestOptions.__annotations__]
+        if unknown:
+            known = ", ".join(RequestOptions.__annotations__)
+            raise TypeError(f"a request has no option {unknown[0]!r}; it takes {known}")
+        return self._made(ids, fed, **options)
+
+    def _made(
+        self,
+        ids: Sequence[int],
+        fed: Fed,
         *,
         max_new_tokens: int | None = None,
         k: Drafts = None,
@@ -210,7 +223,7 @@ class Chain:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Request:
-        """Refuse bad arguments before anything runs."""
+        """A request with the chain's own in the place of what it leaves out."""
         prompt = self._check_prompt(ids, append)
         stops = self.stop_ids if stop_ids is None else frozenset(token_ids("stop_ids", stop_ids))
         pace = self._pace(k)

@@ -330,7 +330,10 @@ def check_runs(folder: Path, manifest: Manifest, backend: Backend) -> None:
         find_plans(folder, manifest, machine(load_flavour(backend), device_info()))
         return
     if backend == "onnxruntime-cuda":
-        device_info()
+        try:
+            device_info()
+        except NoDevice as error:
+            raise InputError(f"{error}; {_without_gpu(folder, manifest)}") from None
     importlib.import_module("onnxruntime")
 
 

@@ -62,7 +62,7 @@ class Limits:
         most = self.width - 1
         if k is None or k == "auto":
             return most
-        k = whole("k", k)
+        k = whole("k", k, "a whole number or 'auto'")
         if not 0 <= k <= most:
             raise InputError(
                 f"k is {k}, expected 0 to {most}: the trunk was exported with width {most + 1}, "
@@ -126,12 +126,12 @@ def cut(choices: Sequence[int], room: int, stops: frozenset[int]) -> tuple[int, 
     return tuple(tokens)
 
 
-def whole(name: str, value: int) -> int:
+def whole(name: str, value: int, wanted: str = "a whole number") -> int:
     """`value`, or an `InputError` if it is not an integer."""
     try:
         return operator.index(value)
     except TypeError:
-        raise InputError(f"{name} is {value!r}, expected a whole number") from None
+        raise InputError(f"{name} is {value!r}, expected {wanted}") from None
 
 
 def token_ids(name: str, values: Collection[int]) -> list[int]:

@@ -562,7 +562,7 @@ def test_rejected_rows_that_are_not_numbers_do_no_harm() -> None:
         ([1] * 65, {}, "the prompt has 65 tokens, but the bundle's capacity is 64"),
         ([1], {"k": 5}, "k is 5, expected 0 to 4: the trunk was exported with width 5"),
         ([1], {"k": -1}, "k is -1"),
-        ([1], {"k": "4"}, "k is '4', expected a whole number"),
+        ([1], {"k": "4"}, "k is '4', expected a whole number or 'auto'"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens is -1, expected 0 or more"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected a whole number"),
         ([1], {"stop_ids": 7}, "stop_ids must be a sequence of token ids"),
@@ -732,3 +732,9 @@ def test_plain_decoding_has_acceptance_length_one(toy: Toy) -> None:
     stats = toy.chain().generate(toy.prompt(0, 6), max_new_tokens=9, k=0).stats
     assert (stats.acceptance_length, stats.acceptance_by_position) == (1.0, [])
     assert (stats.trunk_calls, stats.rounds, stats.drafted) == (10, 8, 0)
+
+
+def test_an_option_that_does_not_exist_is_named_with_those_that_do(toy: Toy) -> None:
+    for run in (toy.chain().generate, toy.chain().stream, toy.chain().rounds):
+        with pytest.raises(TypeError, match=r"no option 'max_tokens'; it takes max_new_tokens, k"):
+            run([1], max_tokens=3)  # type: ignore[call-arg]

@@ -514,6 +514,37 @@ def test_an_export_without_a_tokenizer_says_so(
     assert f"notice   {trunk}: has no tokenizer.json" in message and "--ids" in message
 
 
+def test_a_folder_that_may_not_be_written_is_named_not_the_lock_in_it(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = os.open
+
+    def closed(path: Path, *flags: int, **more: Any) -> int:
+        if str(path).endswith(".lock"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", closed)
+    pair = [str(bundle.parent / name) for name in ("trunk", "draft")]
+    words = ["export", *pair, "-o", str(tmp_path / "b"), "--aux-layers", "0,1,2"]
+    assert cli.main([*words, "--capacity", "64"]) == 2
+    assert f"{tmp_path}: Permission denied; nothing was" in capsys.readouterr().err
+
+
+def test_a_folder_that_never_was_a_bundle_is_not_to_be_exported_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(tmp_path, "--prompt", "a") == 2
+    message = capsys.readouterr().err
+    assert "make one: eagle-chain export TRUNK DRAFT -o BUNDLE" in message
+    (tmp_path / "weights").mkdir()
+    assert generate(tmp_path, "--prompt", "a") == 2
+    assert "export it again: eagle-chain export" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("profile", "way_out"),
     [

@@ -272,6 +272,7 @@ def test_options_reach_the_graphs(pair: tuple[Path, Path], tmp_path: Path) -> No
     ("options", "expected"),
     [
         (("--width", "1"), "width is 1"),
+        (("--width", "300"), "width is 300, expected at most 64: every row is computed"),
         (("--capacity", "0"), "capacity is 0"),
         (("--capacity", "99999999"), "the trunk was made for 4096 positions"),
         (("--debug", "losses"), "debug is losses"),

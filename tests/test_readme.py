@@ -40,3 +40,19 @@ def test_every_command_in_the_readme_exists() -> None:
     assert named and named <= set(cli.COMMANDS)
     scripts = [line[0] for line in words if line and line[0].startswith("scripts/")]
     assert scripts and all((ROOT / script).is_file() for script in scripts)
+
+
+def test_the_python_of_the_readme_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the shipped pair, exported where the README's commands put it."""
+    (source,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    pair = [str(ROOT / "demo" / name) for name in ("trunk", "draft")]
+    assert cli.main(["export", *pair, "-o", "bundle", "--capacity", "128"]) == 0
+    capsys.readouterr()
+    exec(compile(source, "README.md", "exec"), {})
+    *whale, but, other = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert re.search(r" \d\.\d+$", "\n".join(whale))  # tokens a pass, behind the text
+    assert but.startswith(" But") and other.startswith(" And") and len(but) > 9
+    assert (tmp_path / "whale.npz").exists()
