@@ -31,7 +31,7 @@ rtx = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("command", "step"), [("export", 6), ("build", 13)])
+@pytest.mark.parametrize(("command", "step"), [("export", 11), ("build", 13)])
 def test_any_fault_at_any_operation_leaves_a_whole_bundle(
     tmp_path: Path, command: str, step: int
 ) -> None:

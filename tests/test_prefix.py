@@ -93,6 +93,22 @@ def test_a_file_replaces_another_only_when_it_is_whole(
         chain.save(tmp_path / "no" / "folder")
 
 
+def test_only_a_prefix_is_replaced(toy: Toy, tmp_path: Path) -> None:
+    chain = toy.chain()
+    chain.extend(toy.prompt(0, 5))
+    text, link = tmp_path / "text", tmp_path / "link"
+    text.write_text("not a prefix")
+    link.symlink_to(tmp_path / "nowhere")
+    np.savez(tmp_path / "other.npz", about=np.array('{"format": 7}'))
+    for path in (text, link, tmp_path / "other.npz", tmp_path):
+        before = text.read_bytes()
+        with pytest.raises(InputError, match=f"{path}: is there and is no prefix file"):
+            chain.save(path)
+        assert text.read_bytes() == before and link.is_symlink()
+    chain.save(tmp_path / "prefix")
+    assert chain.save(tmp_path / "prefix") == (tmp_path / "prefix").stat().st_size
+
+
 def refused(chain: Chain, path: Path) -> str:
     """Why a file is refused; the chain stands where it stood."""
     held = list(chain.cache.tokens)
