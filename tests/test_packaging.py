@@ -209,5 +209,5 @@ def test_build_engines_makes_a_bundle(tmp_path: Path) -> None:
         timeout=120,
     )
     assert "wrote" in child.stdout
-    assert "layers.*.S" in child.stdout
+    assert "plans    none" in child.stdout
     assert Manifest.load(tmp_path / "bundle").options.capacity == 64
