@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,19 +22,39 @@ def float_dtypes(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def pin_fp32(trt: Any, network: Any, dtypes: dict[str, str]) -> int:
-    """Keep every tensor that the graph has in fp32 in fp32; returns how many.
+    """Keep every tensor that the graph has in fp32 in fp32; returns how many."""
+    return pin_outputs(trt, network, dtypes, "fp32", trt.DataType.FLOAT)
+
+
+def pin_outputs(
+    trt: Any,
+    network: Any,
+    dtypes: dict[str, str],
+    dtype: str,
+    pin: Any,
+    kinds: Collection[Any] | None = None,
+) -> int:
+    """Pin what layers write and the graph has in `dtype`; returns how many tensors.
 
     The parser names a tensor as the graph does. What a layer writes is pinned and not the layer's
     own precision: 8.6.0 finds no implementation for a fused region with a layer pinned like that.
     Constants and casts keep their dtypes anyway.
+
+    Args:
+        trt: The module.
+        network: As it was parsed.
+        dtypes: Of the graph, by the name of a tensor.
+        dtype: Which of them.
+        pin: TensorRT's name for it.
+        kinds: Types of the layers; None are all.
     """
     own = (trt.LayerType.SHAPE, trt.LayerType.CONSTANT, trt.LayerType.CAST)
     pinned = 0
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
-        if layer.type in own:
+        if layer.type in own or (kinds is not None and layer.type not in kinds):
             continue
         for i in range(layer.num_outputs):
-            if dtypes.get(layer.get_output(i).name) == "fp32":
-                layer.set_output_type(i, trt.DataType.FLOAT)
+            if dtypes.get(layer.get_output(i).name) == dtype:
+                layer.set_output_type(i, pin)
                 pinned += 1
     return pinned

@@ -14,24 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle_chain.engines import compiler, precision
-from eagle_chain.engines.precision import pin_fp32
+from eagle_chain.engines.precision import pin_fp32, pin_outputs
 
 
 def pin_also(*kinds: str) -> Callable[[Any, Any, dict[str, str]], int]:
     """`pin_fp32`, then fp16 outputs of layers of these kinds to fp16; no kinds are all kinds."""
 
     def pin(trt: Any, network: Any, dtypes: dict[str, str]) -> int:
-        pinned = pin_fp32(trt, network, dtypes)
-        wanted = [getattr(trt.LayerType, kind) for kind in kinds]
-        never = (trt.LayerType.SHAPE, trt.LayerType.CONSTANT, trt.LayerType.CAST)
-        for layer in (network.get_layer(i) for i in range(network.num_layers)):
-            if layer.type in never or (wanted and layer.type not in wanted):
-                continue
-            for i in range(layer.num_outputs):
-                if dtypes.get(layer.get_output(i).name) == "fp16":
-                    layer.set_output_type(i, trt.DataType.HALF)
-                    pinned += 1
-        return pinned
+        wanted = [getattr(trt.LayerType, kind) for kind in kinds] or None
+        half = pin_outputs(trt, network, dtypes, "fp16", trt.DataType.HALF, wanted)
+        return pin_fp32(trt, network, dtypes) + half
 
     return pin
 
