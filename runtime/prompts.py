@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from bisect import bisect_right
@@ -25,6 +26,80 @@ class TextFile:
     sha256: str
     kind: str  # "plain text" or "JSON lines"
     documents: list[str]
+
+
+def add_prompt_arguments(
+    parser: argparse.ArgumentParser, what: str, *, prompts: int, new_tokens: int
+) -> None:
+    """The options that say which prompts are cut, and how far they are decoded.
+
+    Args:
+        parser: Of a command.
+        what: What the text is, for the help of `--text`.
+        prompts: How many without the option.
+        new_tokens: How many to add to each without the option.
+    """
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help=f'{what} to cut prompts from: plain, or JSON lines with the text in "text" or "t"',
+    )
+    parser.add_argument(
+        "--prompts", metavar="N", type=int, default=prompts, help=f"how many ({prompts})"
+    )
+    parser.add_argument(
+        "--prompt-tokens", metavar="N", type=int, default=64, help="tokens of each (64)"
+    )
+    parser.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        default="",
+        help="what each prompt begins with, like '<|py|>'; counted in --prompt-tokens (nothing)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=new_tokens,
+        help=f"tokens to add to each ({new_tokens})",
+    )
+
+
+def check_prompt_sizes(
+    arguments: argparse.Namespace, capacity: int, *, prompts: int = 1, new_tokens: int = 1
+) -> None:
+    """Refuse sizes below these least ones, or beyond the capacity.
+
+    Raises:
+        InputError: Names the option, or what takes more than there is.
+    """
+    least = {"prompts": prompts, "prompt_tokens": 1, "max_new_tokens": new_tokens}
+    for option, low in least.items():
+        if getattr(arguments, option) < low:
+            name, got = option.replace("_", "-"), getattr(arguments, option)
+            raise InputError(f"--{name} is {got}, expected {low} or more")
+    length = arguments.prompt_tokens
+    if length + arguments.max_new_tokens > capacity:
+        raise InputError(
+            f"prompts of {length} tokens and {arguments.max_new_tokens} new ones take more than "
+            f"the bundle's capacity of {capacity}: ask for fewer, or export with a larger "
+            "--capacity"
+        )
+
+
+def asked_prompts(
+    arguments: argparse.Namespace, file: TextFile, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """`cut_prompts` as the options of `add_prompt_arguments` say."""
+    return cut_prompts(
+        file,
+        tokenizer,
+        count=arguments.prompts,
+        length=arguments.prompt_tokens,
+        prefix=arguments.prefix,
+    )
 
 
 def read_text(path: Path) -> TextFile:

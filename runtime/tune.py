@@ -29,7 +29,13 @@ from eagle_chain.runtime.load import (
 )
 from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
 from eagle_chain.runtime.plots import PLOT_HELP, check
-from eagle_chain.runtime.prompts import TextFile, cut_prompts, read_text
+from eagle_chain.runtime.prompts import (
+    TextFile,
+    add_prompt_arguments,
+    asked_prompts,
+    check_prompt_sizes,
+    read_text,
+)
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
 from eagle_chain.runtime.tokenizer import Tokenizer
 from eagle_chain.runtime.trial import Setting, Trial, write_variant
@@ -39,27 +45,7 @@ from eagle_chain.runtime.tune_report import advice, plot, rows, tables, verdict
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain tune` takes."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="text like that to be decoded, to cut prompts from: plain, or JSON lines with the "
-        'text in "text" or "t"',
-    )
-    parser.add_argument("--prompts", metavar="N", type=int, default=16, help="how many (16)")
-    parser.add_argument(
-        "--prompt-tokens", metavar="N", type=int, default=64, help="tokens of each (64)"
-    )
-    parser.add_argument(
-        "--prefix",
-        metavar="TEXT",
-        default="",
-        help="what each prompt begins with, like '<|py|>'; counted in --prompt-tokens (nothing)",
-    )
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, default=64, help="tokens to add to each (64)"
-    )
+    add_prompt_arguments(parser, "text like that to be decoded,", prompts=16, new_tokens=64)
     parser.add_argument(
         "-k", type=int, help="guesses per trunk pass as it is run now (all the width allows)"
     )
@@ -107,13 +93,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 def _different_prompts(arguments: argparse.Namespace, text: TextFile) -> list[list[int]]:
     """The prompts, each once: the same one again would look as if there was no noise."""
-    cut = cut_prompts(
-        text,
-        Tokenizer(arguments.bundle),
-        count=arguments.prompts,
-        length=arguments.prompt_tokens,
-        prefix=arguments.prefix,
-    )
+    cut = asked_prompts(arguments, text, Tokenizer(arguments.bundle))
     prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, cut))]
     if len(prompts) < 2:
         raise InputError(f"{text.path}: all prompts that were cut from it are the same one")
@@ -135,16 +115,7 @@ def _checked(arguments: argparse.Namespace, manifest: Manifest) -> tuple[DraftCo
             "then export and build with what it finds"
         )
     check_threads(arguments.threads)
-    for option, least in (("prompts", 2), ("prompt_tokens", 1), ("max_new_tokens", options.width)):
-        if getattr(arguments, option) < least:
-            name, got = option.replace("_", "-"), getattr(arguments, option)
-            raise InputError(f"--{name} is {got}, expected {least} or more")
-    length = arguments.prompt_tokens + arguments.max_new_tokens
-    if length > options.capacity:
-        raise InputError(
-            f"prompts of {arguments.prompt_tokens} tokens and {arguments.max_new_tokens} new ones "
-            f"take more than the bundle's capacity of {options.capacity}: ask for fewer"
-        )
+    check_prompt_sizes(arguments, options.capacity, prompts=2, new_tokens=options.width)
     if arguments.k is not None and not 1 <= arguments.k < options.width:
         raise InputError(f"-k is {arguments.k}, expected 1 to {options.width - 1}")
     backend = arguments.backend

@@ -37,7 +37,13 @@ from eagle_chain.runtime.load import (
     bundle_drafters,
     open_engines,
 )
-from eagle_chain.runtime.prompts import TextFile, cut_prompts, read_text
+from eagle_chain.runtime.prompts import (
+    TextFile,
+    add_prompt_arguments,
+    asked_prompts,
+    check_prompt_sizes,
+    read_text,
+)
 from eagle_chain.runtime.stats import Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
 
@@ -55,26 +61,7 @@ SHOWN = 5  # mismatches of a run that people are shown; the JSON has them all
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain verify` takes."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help='text to cut prompts from: plain, or JSON lines with the text in "text" or "t"',
-    )
-    parser.add_argument("--prompts", metavar="N", type=int, default=20, help="how many (20)")
-    parser.add_argument(
-        "--prompt-tokens", metavar="N", type=int, default=64, help="tokens of each (64)"
-    )
-    parser.add_argument(
-        "--prefix",
-        metavar="TEXT",
-        default="",
-        help="what each prompt begins with, like '<|py|>'; counted in --prompt-tokens (nothing)",
-    )
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add to each (128)"
-    )
+    add_prompt_arguments(parser, "text", prompts=20, new_tokens=128)
     parser.add_argument(
         "--drafters",
         metavar="NAMES",
@@ -117,15 +104,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     text = read_text(arguments.text)
     manifest = Manifest.load(arguments.bundle)
     ways = _ways(arguments, manifest)
-    _check_sizes(arguments, manifest)
+    check_prompt_sizes(arguments, manifest.options.capacity)
     tokenizer = Tokenizer(arguments.bundle)
-    prompts = cut_prompts(
-        text,
-        tokenizer,
-        count=arguments.prompts,
-        length=arguments.prompt_tokens,
-        prefix=arguments.prefix,
-    )
+    prompts = asked_prompts(arguments, text, tokenizer)
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
     count = len(text.documents)
     documents = f", {count} documents" if count > 1 else ""
@@ -187,20 +168,6 @@ def _modes(option: str, text: str, choices: Sequence[str]) -> list[str]:
     """One of two words, or both of them."""
     words = _listed(option, text, (*choices, BOTH))
     return list(choices) if BOTH in words else words
-
-
-def _check_sizes(arguments: argparse.Namespace, manifest: Manifest) -> None:
-    for option in ("prompts", "prompt_tokens", "max_new_tokens"):
-        if getattr(arguments, option) < 1:
-            name = option.replace("_", "-")
-            raise InputError(f"--{name} is {getattr(arguments, option)}, expected 1 or more")
-    length, capacity = arguments.prompt_tokens, manifest.options.capacity
-    if length + arguments.max_new_tokens > capacity:
-        raise InputError(
-            f"prompts of {length} tokens and {arguments.max_new_tokens} new ones take more than "
-            f"the bundle's capacity of {capacity}: ask for fewer, or export with a larger "
-            "--capacity"
-        )
 
 
 def _runs(engines: Engines, ways: Sequence[Way], prompts: int, budget: int) -> list[Run]:
