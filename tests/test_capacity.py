@@ -21,7 +21,7 @@ from eagle_chain.runtime import Chain, Engines, Tokenizer, open_engines
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.load import DrafterName
 from tests import qwen_9b
-from tests.test_drafters import draft_kv
+from tests.test_drafters import check_last_guesses
 from tests.toy import Script, Scripted, Toy, cache_states, live_states
 from tests.toy_pair import write_pair
 
@@ -86,12 +86,7 @@ def test_a_token_is_computed_at_the_smallest_capacity_that_holds_w_rows(
             drafter = chain.drafter
             assert isinstance(drafter, Scripted)
             if drafter.guesses:
-                at, guesses = drafter.guesses[-1]
-                features = [step.feature for step in steps]
-                want, kv = toy.draft_rows(truth[: at + 1], features, max(1, len(guesses)))
-                assert guesses == want[: len(guesses)]
-                parts = (np.ascontiguousarray(kv[part]).tobytes() for part in ("key", "value"))
-                assert draft_kv(chain, at) == b"".join(parts)
+                check_last_guesses(toy, chain, drafter, truth, steps)
         assert tokens == truth[6:] and round.finish_reason == "capacity"
         calls = where(toy)
         assert max(calls[20]) <= 15 < min(calls[37]) <= max(calls[37]) <= 32 < min(calls[LARGEST])

@@ -10,7 +10,7 @@ import pytest
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime.cache import Cache
 from eagle_chain.runtime.chain import Chain
-from tests.toy import Paced, Script, Scripted, Toy, by_row
+from tests.toy import Paced, Script, Scripted, Step, Toy, by_row
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,18 @@ def draft_kv(chain: Chain, rows: int) -> bytes:
     chain.drafter.settle()
     buffers = [pair[0].read() for _, pair in chain.cache._states[-2:]]
     return b"".join(np.ascontiguousarray(b[0, :, :rows]).tobytes() for b in buffers)
+
+
+def check_last_guesses(
+    toy: Toy, chain: Chain, drafter: Scripted, truth: list[int], steps: list[Step]
+) -> None:
+    """The last guesses, and the draft's KV behind them, are those of the oracle."""
+    n, guesses = drafter.guesses[-1]
+    features = [step.feature for step in steps]
+    want, kv = toy.draft_rows(truth[: n + 1], features, max(1, len(guesses)))
+    assert guesses == want[: len(guesses)]
+    parts = (np.ascontiguousarray(kv[part]).tobytes() for part in ("key", "value"))
+    assert draft_kv(chain, n) == b"".join(parts)
 
 
 def test_the_worked_example_of_the_design(toy: Toy) -> None:
@@ -71,17 +83,12 @@ def test_guesses_and_kv_equal_the_oracle_after_every_accept_count(toy: Toy, k: i
     for seed in range(3):
         prompt = toy.prompt(seed, 4 + 3 * seed)
         truth, steps = toy.decode(prompt, 30)
-        features = [step.feature for step in steps]
         chain, drafter = scripted_eagle(toy, truth, [*range(k + 1), *range(k, -1, -1)])
         seen = set()
         for _ in chain.rounds(prompt, max_new_tokens=29, k=k):
             if not drafter.guesses:
                 continue
-            n, guesses = drafter.guesses[-1]
-            want, kv = toy.draft_rows(truth[: n + 1], features, max(1, len(guesses)))
-            assert guesses == want[: len(guesses)]
-            parts = (np.ascontiguousarray(kv[part]).tobytes() for part in ("key", "value"))
-            assert draft_kv(chain, n) == b"".join(parts)
+            check_last_guesses(toy, chain, drafter, truth, steps)
             seen.add(drafter.script.planned[-1])
         assert seen == set(range(k + 1))
 

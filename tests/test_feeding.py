@@ -16,7 +16,7 @@ from eagle_chain.engines.spec import Options
 from eagle_chain.export.bundle import write_bundle
 from eagle_chain.runtime import Chain, open_engines
 from tests.onnx_engine import open_pair
-from tests.test_drafters import draft_kv, scripted_eagle
+from tests.test_drafters import check_last_guesses, scripted_eagle
 from tests.toy import Script, Toy, cache_states, live_states
 from tests.toy_pair import write_pair
 
@@ -70,12 +70,7 @@ def test_the_sequence_goes_on_bit_for_bit(toy: Toy, k: int, length: int) -> None
         assert all(live[x].tobytes() == a.tobytes() for x, a in steps[n - 1].states.items())
         if drafter.guesses:
             assert round.accepted == min(drafter.script.planned[-1], len(drafter.guesses[-1][1]))
-            at, guesses = drafter.guesses[-1]
-            features = [step.feature for step in steps]
-            want, kv = toy.draft_rows(truth[: at + 1], features, max(1, len(guesses)))
-            assert guesses == want[: len(guesses)]
-            parts = (np.ascontiguousarray(kv[part]).tobytes() for part in ("key", "value"))
-            assert draft_kv(chain, at) == b"".join(parts)
+            check_last_guesses(toy, chain, drafter, truth, steps)
     assert chain.cache.tokens == truth[: length + 23]
 
 
