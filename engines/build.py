@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -30,7 +31,7 @@ from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import PLANS, Target, machine, source_hash
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.savings import savings
-from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.engines.staging import locked, staged
 from eagle_chain.engines.worker import compile_all
 
@@ -177,13 +178,17 @@ def _engines(folder: Path, manifest: Manifest, weights: str) -> dict[str, Engine
 def _needed(manifest: Manifest, engines: dict[str, Engine], weights: str) -> Estimate:
     used = {name: engine.weights for name, engine in engines.items()}
     nodes = max(len(engine.model.graph.node) for engine in engines.values())
-    return estimate(manifest.specs, used, nodes, weights == "baked")
+    states = chain_bytes(manifest.specs, manifest.options, manifest.trunk)
+    return estimate(states, used, nodes, weights == "baked")
 
 
 def _smaller(manifest: Manifest, flavour: Flavour, lacking: int) -> str:
     """What to export with to save so many bytes on the device."""
-    quantised = flavour.strongly_typed
-    return savings(manifest, lambda specs, _: chain_bytes(specs), lacking, quantised=quantised)
+
+    def held(specs: Mapping[str, EngineSpec], options: Options) -> int:
+        return chain_bytes(specs, options, manifest.trunk)
+
+    return savings(manifest, held, lacking, quantised=flavour.strongly_typed)
 
 
 def _dry_run_elsewhere(folder: Path, arguments: argparse.Namespace) -> Outcome:

@@ -185,7 +185,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
     weights_bytes = sum(weight.nbytes for weight in manifest.weights.values())
     one = of_one_drafter({spec.name: spec for spec in largest})
     counted = {pair.input: pair for spec in one.values() for pair in spec.states}
-    state_bytes = sum(_state_bytes(pair) for pair in counted.values())
+    state_bytes = sum(pair.held_bytes for pair in counted.values())
     needs = chain_needs(manifest.specs, options, manifest.trunk)
     device, stops = _device(), stop_sources(folder, manifest.trunk.eos_ids)
 
@@ -217,7 +217,7 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
                 "dtype": pair.dtype,
                 "shape": list(pair.shape),
                 "buffers": 1 if pair.in_place else 2,
-                "bytes": _state_bytes(pair),
+                "bytes": pair.held_bytes,
             }
             for pair in states.values()
         ],
@@ -358,10 +358,6 @@ def _engine(spec: EngineSpec) -> dict[str, Any]:
         "outputs": rows(spec.outputs),
         "states": [pair.input for pair in spec.states],
     }
-
-
-def _state_bytes(pair: StatePair) -> int:
-    return pair.tensors[0].nbytes * (1 if pair.in_place else 2)
 
 
 def _computed_bytes(manifest: Manifest) -> int:

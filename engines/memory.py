@@ -33,7 +33,7 @@ class Estimate:
     """Bytes; all but `build_host` are exact, apart from TensorRT's scratch memory."""
 
     weights: int  # on the device: each tensor once, in the dtype of the engines
-    states: int  # KV, recurrent states (two buffers), inputs and outputs of one chain
+    states: int  # what one chain holds beside them, see `chain_bytes`
     build_host: int  # peak of the building process
 
     @property
@@ -42,16 +42,8 @@ class Estimate:
         return self.weights + self.states
 
 
-def chain_bytes(specs: Mapping[str, EngineSpec]) -> int:
-    """What chains of all capacities hold together: states, inputs and outputs."""
-    return sum(map(_chain_bytes, _distinct_states(specs)))
-
-
 def estimate(
-    specs: Mapping[str, EngineSpec],
-    weights: Mapping[str, Iterable[TensorSpec]],
-    nodes: int,
-    baked: bool,
+    states: int, weights: Mapping[str, Iterable[TensorSpec]], nodes: int, baked: bool
 ) -> Estimate:
     """Memory for engines that use these weights, the largest graph having `nodes` nodes."""
     used = [tensor for tensors in weights.values() for tensor in tensors]
@@ -60,7 +52,7 @@ def estimate(
     build = BUILDER_BYTES + nodes * NODE_BYTES
     if baked:
         build += BAKED_COPIES * max(sum(t.nbytes for t in tensors) for tensors in weights.values())
-    return Estimate(on_device, chain_bytes(specs), build)
+    return Estimate(on_device, states, build)
 
 
 @dataclass(frozen=True)
@@ -74,9 +66,14 @@ class Needs:
     scratch: int  # what an engine needs while it runs; an estimate, one engine runs at a time
 
     @property
+    def held(self) -> int:
+        """What stays allocated between two calls."""
+        return self.kv + self.states + self.logs + self.buffers
+
+    @property
     def total(self) -> int:
         """All of it."""
-        return self.kv + self.states + self.logs + self.buffers + self.scratch
+        return self.held + self.scratch
 
 
 def chain_needs(
@@ -97,11 +94,16 @@ def chain_needs(
         for pair in pairs.values():
             kind = "kv" if pair.rows_axis is not None else "states"
             kind = "logs" if ".log_" in pair.input else kind
-            sizes[kind] += pair.tensors[0].nbytes * (1 if pair.in_place else 2)
+            sizes[kind] += pair.held_bytes
         buffers = sum(_plain_bytes(plain, spec, options.width) for plain, spec in own.items())
         scratch = _scratch(options.at(capacity), trunk)
         needs[capacity] = Needs(**sizes, buffers=buffers, scratch=scratch)
     return needs
+
+
+def chain_bytes(specs: Mapping[str, EngineSpec], options: Options, trunk: TrunkConfig) -> int:
+    """What a chain holds at all capacities together, the scratch of its engines left out."""
+    return sum(needs.held for needs in chain_needs(specs, options, trunk).values())
 
 
 def check_load(
@@ -229,24 +231,3 @@ def check_room(
                 f"has {human_bytes(gpu.total_bytes)}: export with "
                 f"{other(lacking) or 'another --dtype'}"
             )
-
-
-def _distinct_states(specs: Mapping[str, EngineSpec]) -> list[EngineSpec]:
-    """The specs, with a state that several engines share left in the first of them only."""
-    specs = of_one_drafter(specs)
-    seen: set[tuple[str, str]] = set()
-    kept = []
-    for spec in specs.values():
-        size = spec.name.partition("-")[2]  # caches of another capacity are others
-        states = tuple(pair for pair in spec.states if (size, pair.input) not in seen)
-        seen |= {(size, pair.input) for pair in states}
-        kept.append(EngineSpec(spec.name, spec.inputs, spec.outputs, states))
-    return kept
-
-
-def _chain_bytes(spec: EngineSpec) -> int:
-    plain = spec.name.partition("-")[0]
-    outputs = sum(t.nbytes for t in spec.outputs) * (2 if plain == "trunk" else 1)
-    states = sum(pair.tensors[0].nbytes * (1 if pair.in_place else 2) for pair in spec.states)
-    inputs = spec.inputs[:1] if plain.endswith("_prefill") else spec.inputs  # the rest is shared
-    return sum(t.nbytes for t in inputs) + outputs + states

@@ -59,6 +59,11 @@ class StatePair:
             TensorSpec(self.output, self.dtype, self.shape),
         )
 
+    @property
+    def held_bytes(self) -> int:
+        """Size of its buffers: one if it is updated in place, otherwise two."""
+        return self.tensors[0].nbytes * (1 if self.in_place else 2)
+
 
 @dataclass(frozen=True)
 class EngineSpec:
