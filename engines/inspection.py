@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle_chain.engines.config import DraftConfig, TrunkConfig
-from eagle_chain.engines.draft_keys import FLAGS
+from eagle_chain.engines.description import pair_lines, source_lines
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
 from eagle_chain.engines.memory import chain_needs, host_bytes_available, of_one_drafter
 from eagle_chain.engines.outcome import Outcome
-from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.plans import plan_report
 from eagle_chain.engines.progress import human_bytes, progress
 from eagle_chain.engines.savings import savings
@@ -81,118 +78,10 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome({**report, "changed": changed}, passed=not changed)
 
 
-def pair_lines(
-    trunk: TrunkConfig,
-    draft: DraftConfig | None,
-    ignored: Mapping[str, int],
-    options: Options,
-    overrides: DraftOverrides = NONE,
-    *,
-    mtp: bool,
-) -> list[str]:
-    """What a pair is and what engines are made of it, a line each."""
-    lines = [f"trunk    {trunk_line(trunk)}"]
-    sizes = ", ".join(map(str, options.capacities))
-    capacity = f"{'capacities' if options.smaller else 'capacity'} {sizes}"
-    if draft is not None:
-        lines += draft_lines(draft, overrides)
-    if mtp:
-        lines.append("mtp      the trunk's own draft head, one layer; shares embedding and head")
-    return [
-        *lines,
-        f"ignored  {ignored_line(ignored)}",
-        f"engines  width {options.width}, {capacity}, {options.dtype}, "
-        f"KV {options.kv_type}, profile {options.profile}",
-    ]
-
-
-def trunk_line(trunk: TrunkConfig) -> str:
-    """A trunk in one line."""
-    kinds = Counter(trunk.layer_types)
-    return (
-        f"{len(trunk.layer_types)} layers ({kinds['linear_attention']} linear, "
-        f"{kinds['full_attention']} full attention), hidden {trunk.hidden_size}, "
-        f"vocabulary {trunk.vocab_size}, {'tied' if trunk.tied_head else 'own'} head"
-    )
-
-
-def draft_lines(draft: DraftConfig, overrides: DraftOverrides = NONE) -> list[str]:
-    """A draft, its variant and which layers it reads, a line each."""
-    layers = ", ".join(map(str, draft.aux_layers))
-    source = f" ({draft.aux_source})" if draft.aux_source else ""
-    lines = [
-        f"draft    {draft_line(draft)}",
-        f"variant  {variant_line(draft)}",
-        f"features outputs of layers {layers}{source}",
-    ]
-    words = overrides.words()
-    return [*lines, f"override {' '.join(words)}"] if words else lines
-
-
-def source_lines(draft: DraftConfig) -> list[str]:
-    """Where the flags of a draft come from, and what its file cannot tell, a line each."""
-    titles = ["flags   ", *["        "] * len(draft.sources)]
-    lines = [f"{title} {text}" for title, text in zip(titles, draft.sources, strict=False)]
-    if draft.rotary_dim < draft.head_dim:
-        lines.append(
-            f"check    rotary {draft.rotary_dim} of {draft.head_dim} dims: many trainers rotate "
-            f"the whole head whatever the config says; compare with --rotary-dim {draft.head_dim}"
-        )
-    return lines
-
-
-def variant_line(draft: DraftConfig) -> str:
-    """What is special about a draft, in one line."""
-    own = {True: "own", False: "the trunk's"}
-    parts = [name for name in FLAGS if getattr(draft, name)]
-    if draft.qk_norm:
-        parts.append("norms on queries and keys")
-    if not draft.fc:
-        parts.append("no fc")
-    if draft.biases:
-        short = [name.rpartition(".")[2].removesuffix("_proj") for name in draft.biases]
-        parts.append(f"biases on {', '.join(short)}")
-    if draft.absolute_d2t:
-        parts.append("d2t of absolute ids")
-    if draft.logit_scale != 1:
-        parts.append(f"logits times {draft.logit_scale:g}")
-    embedding = f"{own[draft.embedding.startswith('draft.')]} embedding"
-    head = f"{own[draft.head.startswith('draft.')]} head"
-    if draft.head.endswith("embed_tokens.weight"):
-        head = "the embedding as head"
-    return f"{', '.join(parts) or 'plain EAGLE-3'}; {embedding}, {head}"
-
-
-def draft_line(draft: DraftConfig) -> str:
-    """A draft in one line."""
-    return (
-        f"hidden {draft.hidden_size}, vocabulary {draft.draft_vocab_size} of {draft.vocab_size}, "
-        f"rotary {draft.rotary_dim} of {draft.head_dim} dims, base {draft.rope_theta:g}"
-    )
-
-
-def ignored_line(ignored: Mapping[str, int]) -> str:
-    """The tensors that are not used, in one line."""
-    counts = [f"{count} {kind}" for kind, count in sorted(ignored.items())]
-    return f"{', '.join(counts)} tensors" if counts else "no tensors"
-
-
 def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Everything `inspect --json` tells about a bundle."""
-    largest = [spec for name, spec in manifest.specs.items() if "-" not in name]
-    states = {pair.input: pair for spec in largest for pair in spec.states}
-    options = manifest.options
-    weights_bytes = sum(weight.nbytes for weight in manifest.weights.values())
-    one = of_one_drafter({spec.name: spec for spec in largest})
-    counted = {pair.input: pair for spec in one.values() for pair in spec.states}
-    state_bytes = sum(pair.held_bytes for pair in counted.values())
-    needs = chain_needs(manifest.specs, options, manifest.trunk)
-    device, stops = _device(), stop_sources(folder, manifest.trunk.eos_ids)
-
-    def chains(specs: Mapping[str, EngineSpec], options: Options) -> int:
-        return sum(n.total for n in chain_needs(specs, options, manifest.trunk).values())
-
-    lacking = _computed_bytes(manifest) + sum(n.total for n in needs.values()) - device["bytes"]
+    options, stops = manifest.options, stop_sources(folder, manifest.trunk.eos_ids)
+    states = {pair.input: pair for spec in _largest(manifest).values() for pair in spec.states}
     return {
         "bundle": str(folder),
         "width": options.width,
@@ -211,40 +100,45 @@ def bundle_report(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "aux_layers": list(manifest.aux_layers),
         "ignored": manifest.ignored,
         "engines": {name: _engine(spec) for name, spec in manifest.specs.items()},
-        "states": [
-            {
-                "name": pair.input,
-                "dtype": pair.dtype,
-                "shape": list(pair.shape),
-                "buffers": 1 if pair.in_place else 2,
-                "bytes": pair.held_bytes,
-            }
-            for pair in states.values()
-        ],
+        "states": [_state(pair) for pair in states.values()],
         "tensors": len(manifest.weights),
         "files": {name: file.size for name, file in manifest.files.items()},
-        "memory": {
-            "stored_weights": weights_bytes,
-            "weights": _computed_bytes(manifest),
-            "states": state_bytes,
-            "kv_per_token": kv_row_bytes(one.values()),
-            "kv_per_token_of": {
-                part: kv_row_bytes([spec for spec in largest if spec.name == engine])
-                for part, engine in (("trunk", "trunk"), ("eagle", "draft"), ("mtp", "mtp"))
-                if engine in manifest.specs
-            },
-            "total": _computed_bytes(manifest) + state_bytes,
-            "chain": {
-                str(capacity): {**asdict(part), "total": part.total}
-                for capacity, part in needs.items()
-            },
-            "device": device,
-            "smaller": savings(manifest, chains, lacking) if lacking > 0 else "",
-        },
+        "memory": memory_report(manifest),
         "made_with": manifest.made_with,
         "plans": [
             plan_report(folder, name, manifest.plans[name]) for name in sorted(manifest.plans)
         ],
+    }
+
+
+def memory_report(manifest: Manifest) -> dict[str, Any]:
+    """What the weights take, a chain with one drafter, a token of its KV; and what there is."""
+    specs = _largest(manifest)
+    one = of_one_drafter(specs)
+    states = {pair.input: pair.held_bytes for spec in one.values() for pair in spec.states}
+    needs = chain_needs(manifest.specs, manifest.options, manifest.trunk)
+    weights, state_bytes, device = _computed_bytes(manifest), sum(states.values()), _device()
+
+    def chains(specs: Mapping[str, EngineSpec], options: Options) -> int:
+        return sum(part.total for part in chain_needs(specs, options, manifest.trunk).values())
+
+    lacking = weights + sum(part.total for part in needs.values()) - device["bytes"]
+    return {
+        "stored_weights": sum(weight.nbytes for weight in manifest.weights.values()),
+        "weights": weights,
+        "states": state_bytes,
+        "kv_per_token": kv_row_bytes(one.values()),
+        "kv_per_token_of": {
+            part: kv_row_bytes([specs[engine]])
+            for part, engine in (("trunk", "trunk"), ("eagle", "draft"), ("mtp", "mtp"))
+            if engine in specs
+        },
+        "total": weights + state_bytes,
+        "chain": {
+            str(capacity): {**asdict(part), "total": part.total} for capacity, part in needs.items()
+        },
+        "device": device,
+        "smaller": savings(manifest, chains, lacking) if lacking > 0 else "",
     }
 
 
@@ -292,9 +186,7 @@ def print_tensors(manifest: Manifest) -> None:
     """What each engine of the largest capacity takes and gives, for people."""
     if manifest.options.smaller:
         print(f"\nat capacity {manifest.options.capacity}; others differ in the rows of their KV")
-    for name, spec in manifest.specs.items():
-        if "-" in name:
-            continue
+    for name, spec in _largest(manifest).items():
         print(f"\n{name}.onnx")
         for title, tensors in (("in", spec.inputs), ("out", spec.outputs)):
             for tensor in tensors:
@@ -349,6 +241,11 @@ def changed_files(folder: Path, manifest: Manifest) -> list[str]:
         ]
 
 
+def _largest(manifest: Manifest) -> dict[str, EngineSpec]:
+    """The engines of the largest capacity, and those that serve any."""
+    return {name: spec for name, spec in manifest.specs.items() if "-" not in name}
+
+
 def _engine(spec: EngineSpec) -> dict[str, Any]:
     def rows(tensors: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
         return [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in tensors]
@@ -357,6 +254,16 @@ def _engine(spec: EngineSpec) -> dict[str, Any]:
         "inputs": rows(spec.inputs),
         "outputs": rows(spec.outputs),
         "states": [pair.input for pair in spec.states],
+    }
+
+
+def _state(pair: StatePair) -> dict[str, Any]:
+    return {
+        "name": pair.input,
+        "dtype": pair.dtype,
+        "shape": list(pair.shape),
+        "buffers": 1 if pair.in_place else 2,
+        "bytes": pair.held_bytes,
     }
 
 

@@ -7,8 +7,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from eagle_chain.engines.description import pair_lines
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.inspection import bundle_report, pair_lines
+from eagle_chain.engines.inspection import bundle_report
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import CONVENTIONS, DraftOverrides

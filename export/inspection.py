@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.config import TrunkConfig
+from eagle_chain.engines.description import (
+    draft_lines,
+    ignored_line,
+    source_lines,
+    trunk_line,
+)
 from eagle_chain.engines.draft_keys import is_draft
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import read_json
-from eagle_chain.engines.inspection import draft_lines, ignored_line, source_lines, trunk_line
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.stop_ids import stop_line, stop_sources
 from eagle_chain.engines.strict_json import encode
