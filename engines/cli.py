@@ -2,8 +2,8 @@
 
 A subcommand is a module with `add_arguments(parser)` and `run(arguments) -> Outcome`. Modules are
 named here as text and imported when asked for: a command needs only its own libraries.
-Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 130 interrupted,
-141 the reader of stdout has gone.
+Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 130 interrupted (143 by SIGTERM, see
+`entry.py`), 141 the reader of stdout has gone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 import sys
 
-from eagle_chain.engines.cli import main
+from eagle_chain.engines.entry import main
 
 sys.exit(main(["export", *sys.argv[1:]]))

@@ -482,15 +482,16 @@ def compilers() -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to see processes")
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
 def test_ctrl_c_stops_at_once_and_leaves_the_plans(
-    bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
+    stop: signal.Signals, bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["build", str(bundle)]) == 0
     before = contents(bundle)
     child = start(bundle, "hang")
-    child.send_signal(signal.SIGINT)
+    child.send_signal(stop)
     _, error = child.communicate(timeout=10)
-    assert child.returncode == 130 and "interrupted" in error
+    assert child.returncode == 128 + stop and "interrupted" in error
     assert contents(bundle) == before and not list((bundle / "plans").glob(".*.partial"))
     assert not [line for line in compilers() if "hang" in line]
     assert not report(capsys, "build", str(bundle))["built"]

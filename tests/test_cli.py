@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -196,6 +197,55 @@ sys.exit(main())
     )
     assert (child.returncode, child.stderr) == (130, "eagle-chain: interrupted\n")
     assert json.loads(child.stdout) == {"error": "interrupted"}
+
+
+TRUNK, DRAFT = str(PAIR / "trunk"), str(PAIR / "draft")
+ENDLESS = {  # commands that write as they go, with room for minutes of it
+    "generate": ["generate", "BUNDLE", "--ids", "1,2,3", "--max-new-tokens", "4000"],
+    "runtime": ["BUNDLE", "--ids", "1,2,3", "--max-new-tokens", "4000"],
+    "demo": ["demo", "--max-new-tokens", "3000"],
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_sigterm_ends_a_command_as_ctrl_c_does(name: str, tmp_path: Path) -> None:
+    """What docker stop and systemd send: nothing is left in TMPDIR, and a word is said."""
+    module = f"eagle_chain.{name}" if name == "runtime" else "eagle_chain.engines"
+    words = [word.replace("BUNDLE", str(tmp_path / "bundle")) for word in ENDLESS[name]]
+    if name != "demo":
+        assert cli.main(["export", TRUNK, DRAFT, "-o", str(tmp_path / "bundle")]) == 0
+    (tmp_path / "temporary").mkdir()
+    child = subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    begun = child.stdout.read(900 if name == "demo" else 40)  # the demo's begins with its export
+    assert bool(os.listdir(tmp_path / "temporary")) == (name == "demo"), begun
+    child.send_signal(signal.SIGTERM)
+    _, error = child.communicate(timeout=30)
+    assert child.returncode == 143
+    assert error.decode().splitlines()[-1] == "eagle-chain: interrupted"
+    assert b"Traceback" not in error
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_an_ignored_sigterm_stays_ignored(bundle: Path) -> None:
+    code = f"""
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+from eagle_chain.engines import cli, entry
+run = cli._run
+def killed(words):
+    signal.raise_signal(signal.SIGTERM)
+    return run(words)
+cli._run = killed
+sys.exit(entry.main(["inspect", {str(bundle)!r}, "--json"]))
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert child.returncode == 0 and json.loads(child.stdout)["bundle"]
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

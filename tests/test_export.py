@@ -433,7 +433,7 @@ POINTS = {
 }
 CHILD = """
 import importlib, os, sys
-from eagle_chain.engines import cli
+from eagle_chain.engines import entry
 from eagle_chain.export import bundle
 path, call, when, signal = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 owner, _, name = path.rpartition(".")
@@ -453,7 +453,8 @@ def stop(*arguments, **options):
         os.kill(os.getpid(), signal)
     return result
 setattr(owner, name, stop)
-sys.exit(cli.main(sys.argv[5:]))
+sys.argv[1:] = sys.argv[5:]
+sys.exit(entry.main())
 """
 
 
@@ -494,6 +495,14 @@ def test_ctrl_c_leaves_no_trace(
     assert child.stderr.splitlines()[-1] == "eagle-chain: interrupted"
     assert os.listdir(tmp_path) == ["bundle"]
     Manifest.load(bundle)
+
+
+def test_sigterm_is_as_ctrl_c(pair: tuple[Path, Path], exported: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exported, tmp_path / "bundle", symlinks=True))
+    child = stopped(pair, bundle, "hashing", "before", 15)
+    assert child.returncode == 143
+    assert child.stderr.splitlines()[-1] == "eagle-chain: interrupted"
+    assert os.listdir(tmp_path) == ["bundle"] and tree(bundle) == tree(exported)
 
 
 def test_ctrl_c_removes_the_folders_it_made(pair: tuple[Path, Path], tmp_path: Path) -> None:
