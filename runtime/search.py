@@ -16,11 +16,11 @@ from typing import Any
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.runtime.along import Found, gain
+from eagle_chain.runtime.evidence import NOISE
 
 FIELDS = ("aux_layers", "rotary_dim", "rope_theta", "norm_output", "norm_before_residual")
 PARTIAL = 0.25  # of a head rotates in Qwen3.5 trunks, from whose configs those of drafts are made
 THETAS = (1e7, 1e4, 1e6)  # of Qwen3.5; what trainers take that find none; of Qwen3
-NOISE = 3.0  # standard errors: the best of two dozen settings that are alike looks better by two
 
 Change = dict[str, Any]  # fields of a `DraftConfig`
 Judge = Callable[[DraftConfig], Found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
 from eagle_chain.runtime.along import Found
+from eagle_chain.runtime.evidence import judged_tokens, too_few, wanted
 from eagle_chain.runtime.load import (
     BACKEND_HELP,
     BACKENDS,
@@ -45,7 +47,7 @@ from eagle_chain.runtime.tune_report import advice, plot, rows, tables, verdict
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain tune` takes."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
-    add_prompt_arguments(parser, "text like that to be decoded,", prompts=16, new_tokens=64)
+    add_prompt_arguments(parser, "text like that to be decoded,", prompts=24, new_tokens=64)
     parser.add_argument(
         "-k", type=int, help="guesses per trunk pass as it is run now (all the width allows)"
     )
@@ -71,6 +73,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         f"{arguments.max_new_tokens} new ones each; backend {backend}\n",
         flush=True,
     )
+    _warn(_too_few_at_best(arguments, manifest, len(prompts)))
     now = Setting(draft, arguments.draft_kv == "scratch")
     with tempfile.TemporaryDirectory(prefix="eagle-chain-") as temporary:
         folder = Path(temporary)
@@ -139,11 +142,11 @@ def _judged(
     groups = changes(now.draft, filed, len(manifest.trunk.layer_types))
     drafts = every_setting(now.draft, groups)
     capacity = arguments.prompt_tokens + new
-    bundle, threads = arguments.bundle, arguments.threads
+    bundle, threads, count = arguments.bundle, arguments.threads, len(prompts)
     trial = Trial(bundle, manifest, drafts, capacity, folder, backend, threads)
     with phases("tuning") as show:
         try:
-            trial.read(prompts, new, lambda done: show("decoding", done, len(prompts)))
+            trial.read(prompts, new, lambda done: show("decoding", done, count))
         except FloatingPointError as error:
             raise InputError(f"prompt {len(trial.texts)}: {error}") from error
         if sum(text.rounds(most) > 0 for text in trial.texts) < 2:
@@ -151,6 +154,8 @@ def _judged(
                 f"{arguments.text}: what the trunk makes of it ends or repeats itself before "
                 f"{most} drafts can be judged: give another text, or more --max-new-tokens"
             )
+        if not _too_few_at_best(arguments, manifest, count):  # or it has been said
+            _warn(too_few(count, judged_tokens(trial.texts, most), at_best=False))
 
         def judge(setting: Setting) -> Found:
             show(f"setting {len(trial.judged) + 1}", 0, 0)
@@ -162,6 +167,17 @@ def _judged(
             best = other
         judge(now)
     return best, trial.judged
+
+
+def _too_few_at_best(arguments: argparse.Namespace, manifest: Manifest, prompts: int) -> str | None:
+    """What there is to say of the prompts before one is decoded, if none of them ends early."""
+    room = arguments.max_new_tokens - manifest.options.width
+    return too_few(prompts, max(1, prompts * room), at_best=True)
+
+
+def _warn(sentence: str | None) -> None:
+    if sentence:
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def _as_filed(bundle: Path, manifest: Manifest, draft: DraftConfig) -> DraftConfig:
@@ -192,10 +208,14 @@ def _report(
         k = fastest(by_k, asked)
         show("confirming", 0, 0)
         confirmed = confirm(engines, found.texts, k, new, scratch=best.scratch)
-    settings = rows(judged, now, best, most)
+    settings, count = rows(judged, now, best, most), len(found.texts)
+    tokens = judged_tokens(found.texts, most)
+    few = too_few(count, tokens, at_best=False)
     return {
         "text": str(arguments.text),
-        "prompts": len(found.texts),
+        "prompts": count,
+        "prompts_wanted": wanted(count, tokens),
+        "judged_tokens": tokens,
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": sum(len(text.chosen) for text in found.texts),
         "backend": engines.backend,
@@ -205,5 +225,6 @@ def _report(
         "speeds": by_k,
         "best": advice(arguments.bundle, manifest, now, best, k),
         "confirmed": {**confirmed, "judged_tokens_per_pass": by_k[k]["tokens_per_pass"]},
-        "verdict": verdict(settings, by_k, k, asked),
+        "verdict": verdict(settings, count, by_k, k, asked),
+        "warnings": [few] if few else [],
     }

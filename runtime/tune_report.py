@@ -10,8 +10,9 @@ from typing import Any
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.runtime.along import Found, gain
 from eagle_chain.runtime.diagnosis import LOW
+from eagle_chain.runtime.evidence import NOISE, to_tell
 from eagle_chain.runtime.plots import pyplot, save
-from eagle_chain.runtime.search import NOISE, difference, overrides_for
+from eagle_chain.runtime.search import difference, overrides_for
 from eagle_chain.runtime.trial import Setting, with_overrides
 
 DRAWN = 6  # settings of a plot, the best ones
@@ -69,7 +70,9 @@ def advice(bundle: Path, manifest: Manifest, now: Setting, best: Setting, k: int
     }
 
 
-def verdict(settings: Sequence[Report], speeds: Sequence[Report], k: int, asked: int) -> list[str]:
+def verdict(
+    settings: Sequence[Report], prompts: int, speeds: Sequence[Report], k: int, asked: int
+) -> list[str]:
     """What the settings mean, and k drafts a round instead of those asked for, in sentences."""
     now, best = (next(row for row in settings if row[name]) for name in ("now", "best"))
     first = settings[0]
@@ -82,11 +85,12 @@ def verdict(settings: Sequence[Report], speeds: Sequence[Report], k: int, asked:
         )
     else:
         sentence = f"keep the draft as it is, with {found}"
-    if first is not best:
+    if first["behind"] < 0:
+        number = to_tell(prompts, first["behind"], first["error"])
         sentence += (
             f"; {' '.join(first['changed']) or 'no change'} has {-first['behind']:.2f} ± "
             f"{first['error']:.2f} more yet, which may be noise (below {NOISE:g} standard errors): "
-            "more --prompts would tell"
+            f"{number} --prompts would tell, were they like these"
         )
     sentences = [sentence]
     if best["by_position"][0] < LOW:

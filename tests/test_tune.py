@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -20,11 +21,13 @@ import pytest
 
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.overrides import NONE, DraftOverrides
-from eagle_chain.runtime import Tokenizer, open_engines, ort_bound, payoff, tune
+from eagle_chain.runtime import Tokenizer, evidence, open_engines, ort_bound, payoff, tune
 from eagle_chain.runtime import trial as trial_module
 from eagle_chain.runtime.along import Found, Text, gain
+from eagle_chain.runtime.evidence import ENOUGH, to_tell, too_few
 from eagle_chain.runtime.exactness import Plain
 from eagle_chain.runtime.payoff import confirm, fastest, speeds
 from eagle_chain.runtime.prompts import cut_prompts, read_text
@@ -226,6 +229,31 @@ def test_flags_replace_what_was_given_before(right: DraftConfig) -> None:
     assert overrides_for(right, start, given) == DraftOverrides((1, 3, 6), rope_theta=1e7)
 
 
+# how much text it takes -------------------------------------------------------------------------
+
+
+def test_prompts_that_are_too_few_are_counted() -> None:
+    assert too_few(20, ENOUGH, at_best=False) is None
+    said = too_few(6, 130, at_best=False)
+    assert (
+        said is not None and f"130 tokens, and a mistake may pass for noise below {ENOUGH}" in said
+    )
+    assert "ask for 30 --prompts" in said, "650 over 130 / 6, rounded up"
+    assert "at most 130 tokens" in str(too_few(6, 130, at_best=True))
+
+
+def test_the_error_falls_with_the_root_of_the_prompts() -> None:
+    """As many prompts as are asked for make a difference sure, and clearly fewer do not."""
+    ends, worse = [text(6, fresh=1)] * 8, [[0, 0, 0, 0, 0]] * 8
+    more = Found(ends, [[a, 0, 0, 0, 0] for a in (4, 0, 0, 0, 4, 0, 0, 0)])
+    better, error = gain(more, Found(ends, worse), MOST)
+    assert (better, error) == pytest.approx((1, (3 / 7) ** 0.5))  # variance 24 / 7, over 8
+    assert to_tell(8, -better, error) == 31  # 8 x 9 x 3 / 7 is 30.9
+    for times, sure in ((3, False), (4, True)):
+        often = (Found(f.texts * times, f.right * times) for f in (more, Found(ends, worse)))
+        assert surely_better(*often, MOST) == sure
+
+
 # what is judged ---------------------------------------------------------------------------------
 
 
@@ -309,7 +337,8 @@ def test_two_mistakes_from_export_to_export(
     shutil.copy(folder / "text.txt", tmp_path)
     capsys.readouterr()
     assert run(bundle, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    report = json.loads(output.out)
     assert len(set(converted)) == len(converted) > 100, "each weight is read once for all settings"
 
     best, confirmed = report["best"], report["confirmed"]
@@ -324,6 +353,13 @@ def test_two_mistakes_from_export_to_export(
     assert rows[""]["behind"] > 3 * rows[""]["error"] > 0
     assert "change it" in report["verdict"][0]
     assert [row["k"] for row in report["speeds"]] == [0, 1, 2, 3, 4]
+    tokens = sum(min(text.fresh, NEW - 5) for text in trial.texts)
+    assert (report["prompts"], report["judged_tokens"]) == (6, tokens)
+    assert report["prompts_wanted"] == math.ceil(6 * ENOUGH / tokens)
+    assert f"ask for {report['prompts_wanted']} --prompts" in report["warnings"][0]
+    error = output.err
+    assert f"warning: 6 prompts let drafts be judged behind at most {6 * (NEW - 5)} tokens" in error
+    assert error.count("warning: ") == 1, "once is enough"
 
     export_command, generate = map(shlex.split, best["commands"])
     assert export_command[-4:] == best["export_flags"]
@@ -363,6 +399,32 @@ def test_the_right_pair_is_told_to_stay(
     assert f"eagle-chain generate {folder / 'bundle'} -k" in output
     assert "eagle-chain export" not in output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(("enough", "said"), [(150, []), (170, ["behind 157 tokens"])], ids=str)
+def test_text_that_repeats_itself_is_told_once_it_is_decoded(
+    enough: int,
+    said: list[str],
+    folder: Path,
+    trial: Trial,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts that could be enough, at best, turn out not to be."""
+    assert [text.rounds(MOST) for text in trial.texts] == [17, 16, 31, 31, 31, 31]  # 157 of 186
+    monkeypatch.setattr(evidence, "ENOUGH", enough)
+    monkeypatch.setattr(tune, "search", lambda start, *_: start)
+    monkeypatch.setattr(tune, "_report", told)
+    assert run(folder / "bundle") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "eagle-chain: judged"
+    for line, words in zip(lines[:-1], said, strict=True):
+        assert line.startswith("warning: 6 prompts") and words in line
+
+
+def told(*_: Any) -> None:
+    raise InputError("judged")
 
 
 @pytest.mark.usefixtures("recorded")
