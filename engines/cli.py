@@ -111,9 +111,15 @@ def dispatch(words: list[str]) -> Outcome:
     """Run a command and return its outcome; for the commands that need another one."""
     if not words or words[0] not in COMMANDS:
         return _top_level(words)
-    name = words[0]
+    parser = parser_for(words[0])
+    command = importlib.import_module(COMMANDS[words[0]][0])
+    outcome: Outcome = command.run(parser.parse_args(words[1:]))
+    return outcome
+
+
+def parser_for(name: str) -> argparse.ArgumentParser:
+    """The parser of a command; only now its module is imported."""
     module_name, summary = COMMANDS[name]
-    command = importlib.import_module(module_name)
     parser = _Parser(
         prog=f"eagle-chain {name}",
         allow_abbrev=False,
@@ -125,9 +131,8 @@ def dispatch(words: list[str]) -> Outcome:
         help="print one JSON object on stdout and everything else on stderr",
         default=argparse.SUPPRESS,
     )
-    command.add_arguments(parser)
-    outcome: Outcome = command.run(parser.parse_args(words[1:]))
-    return outcome
+    importlib.import_module(module_name).add_arguments(parser)
+    return parser
 
 
 def _top_level(words: list[str]) -> Outcome:

@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if not (folder / MANIFEST).exists() and (folder / "config.json").exists():
         if arguments.check:
             raise InputError(f"{folder}: is a checkpoint; --check needs a bundle, which has hashes")
+        if arguments.tensors:
+            raise InputError(f"{folder}: is a checkpoint; --tensors needs a bundle, with engines")
         checkpoints = importlib.import_module("eagle_chain.export.inspection")
         report: dict[str, Any] = checkpoints.describe(folder, arguments.trunk)
         return Outcome(report)

@@ -41,6 +41,7 @@ from eagle_chain.export.eager_prefill import (
 from eagle_chain.export.weight_files import StoredTensor
 
 Tensors = dict[str, Tensor]
+DRAWING = ("temperature", "uniform")  # what a trunk takes beside its tokens if it can draw
 
 
 def reference_sessions(
@@ -137,6 +138,9 @@ class Teacher:
         self.manifest = manifest
         self.width = manifest.options.width
         self.vocabulary = manifest.trunk.vocab_size
+        # Greedy where the bundle can draw: a draw that falls near an edge says nothing.
+        drawing = [t for t in manifest.specs["trunk"].inputs if t.name in DRAWING]
+        self._drawing = {t.name: torch.zeros(t.shape) for t in drawing}
         self.states: Tensors = {}
         for session in sessions.values():
             self.states |= zero_states(session.spec)
@@ -176,7 +180,8 @@ class Teacher:
         """Feed a part of the prompt, `behind` what comes after it; the choices of its rows."""
         engine = "prefill" if wide else "trunk"
         width = self.manifest.specs[engine].inputs[0].shape[0]
-        out = self._run(engine, self._fed(row, width, counters))
+        fed = self._fed(row, width, counters)
+        out = self._run(engine, fed if wide else fed | self._drawing)
         choices: list[int] = out["pending" if wide else "next_ids"].tolist()[: len(row)]
         # the prompt shifted by one: never the trunk's choices, but behind its end
         follows = behind[0] if behind else choices[-1]
@@ -216,7 +221,7 @@ class Teacher:
         """
         drafts = [pending] * (round.rows - 1)
         while True:
-            fed = self._fed([pending, *drafts], self.width, counters)
+            fed = self._fed([pending, *drafts], self.width, counters) | self._drawing
             session = self.sessions["trunk"]
             out = session.run({**fed, **self._states_of(session)})
             better = out["next_ids"].tolist()[: round.rows - 1]

@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         reports: list[dict[str, Any]] = []
         for engines, alone, position in _settings(arguments, folder):
-            show(engines.label, len(reports), max(1, len(arguments.width)))
+            show(engines.label, len(reports), _count(arguments))
             reports.append(measure(engines, arguments, position, alone))
     report = reports[0]
     if len(reports) > 1:
@@ -127,6 +127,12 @@ def run(arguments: argparse.Namespace) -> Outcome:
         plot(report, arguments.plot)
         print(f"wrote {arguments.plot}")
     return Outcome(report)
+
+
+def _count(arguments: argparse.Namespace) -> int:
+    """How many settings are measured: each list has one value, or one for each of them."""
+    shapes = (arguments.width, arguments.capacity) if arguments.shapes else ()
+    return max(map(len, (arguments.position or (None,), *shapes)))
 
 
 def _settle_shapes(arguments: argparse.Namespace) -> None:
@@ -155,7 +161,7 @@ def _settings(
             f"--shapes runs on a GPU with onnxruntime-cuda, not on {arguments.backend}"
         )
     lists: list[tuple[Any, ...]] = [arguments.width, arguments.capacity, positions]
-    count = max(map(len, lists))
+    count = _count(arguments)
     if any(len(values) not in (1, count) for values in lists):
         widths, capacities, places = map(len, lists)
         raise InputError(

@@ -139,7 +139,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
         prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
     else:
         prompt = tokenizer.encode(text, special=not follows)
-    _check(arguments, manifest, prompt)  # before the minutes that large engines take to load
+    _check(
+        arguments, manifest, drafter, prompt
+    )  # before the minutes that large engines take to load
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
     chain = engines.chain(drafter=drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback)
 
@@ -178,7 +180,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(report, passed=given.exact is not False)
 
 
-def _check(arguments: argparse.Namespace, manifest: Manifest, prompt: Sequence[int]) -> None:
+def _check(
+    arguments: argparse.Namespace, manifest: Manifest, drafter: str, prompt: Sequence[int]
+) -> None:
     """Refuse what the manifest and the files tell to be impossible."""
     backend = backend_for(arguments.bundle, manifest, arguments.backend)
     most = limits(manifest)
@@ -188,7 +192,8 @@ def _check(arguments: argparse.Namespace, manifest: Manifest, prompt: Sequence[i
     counters = None
     if arguments.prefix is not None:
         engines = identity(manifest, backend)
-        counters = prefix.check(arguments.prefix, most.vocab_size, most.capacity, engines)
+        file, sizes = arguments.prefix, (most.vocab_size, most.capacity)
+        counters = prefix.check(file, *sizes, engines, drafter)
     if counters and not prompt:
         stop_ids = bundle_stop_ids(arguments.bundle, manifest)
         check_goes_on(counters.pending, arguments.max_new_tokens, stop_ids)

@@ -30,6 +30,7 @@ FORMAT = 1
 HEADER = 4096  # bytes that an .npy has in front of its data, at most
 ABOUT = "about"
 STATES = {"eagle": "draft.", "mtp": "mtp."}  # drafter -> what the names of its states begin with
+OTHERS = "none or ngram"  # which have no states
 DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, TypeError, EOFError),
     *(NotImplementedError, RuntimeError, AttributeError, SyntaxError, MemoryError, RecursionError),
@@ -91,7 +92,7 @@ def check_replaceable(path: Path) -> None:
         return
     try:
         with open_plain(path) as stream, zipfile.ZipFile(stream) as archive:
-            _about(archive)
+            _about(archive, path)
     except (InputError, OSError, *DAMAGE):
         raise InputError(
             f"{path}: is there and is no prefix file, and only a prefix file is replaced; choose "
@@ -100,7 +101,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check(
-    path: str | os.PathLike[str], vocab_size: int, capacity: int, engines: Hashable
+    path: str | os.PathLike[str], vocab_size: int, capacity: int, engines: Hashable, drafter: str
 ) -> Counters:
     """Whether a file is for these engines, from its first lines; what it holds `load` tells.
 
@@ -109,18 +110,21 @@ def check(
         vocab_size: Of the trunk.
         capacity: Of the engines.
         engines: What the sequence must have been computed with, as in `Cache.engines`.
+        drafter: Of the chain that is to go on with it.
 
     Returns:
         Its tokens, and the one to come next.
 
     Raises:
-        InputError: It is not there, no prefix file, of other engines, or longer than the capacity.
+        InputError: It is not there, no prefix file, of other engines or another drafter, or longer
+            than the capacity.
     """
     path = Path(path)
-    with _refusing(path), zipfile.ZipFile(path) as archive:
-        about = _about(archive)
+    with _refusing(path), open_plain(path) as file, zipfile.ZipFile(file) as archive:
+        about = _about(archive, path)
         counters = _counters(about, vocab_size)
         _check_engines(path, about, engines)
+        _check_drafter(path, _drafter(archive.namelist()), drafter if drafter in STATES else OTHERS)
     held = len(counters.tokens)
     if held > capacity:
         raise InputError(
@@ -144,8 +148,8 @@ def load(
         InputError: It is not there, not whole, or not of this chain's engines and drafter.
     """
     path = Path(path)
-    with _refusing(path), zipfile.ZipFile(path) as archive:
-        about = _about(archive)
+    with _refusing(path), open_plain(path) as file, zipfile.ZipFile(file) as archive:
+        about = _about(archive, path)
         counters = _counters(about, vocab_size)
         cache = cache_for(len(counters.tokens))
         _check_engines(path, about, cache.engines)
@@ -153,32 +157,33 @@ def load(
         wanted = {b.spec.name: b for b in (*snapshot.buffers, *snapshot.outputs) if b is not None}
         held = {name.removesuffix(".npy") for name in archive.namelist()} - {ABOUT}
         if held != wanted.keys():
-            theirs, ours = _drafter(held), _drafter(wanted)
-            if theirs == ours:
-                odd = ", ".join(sorted(held ^ wanted.keys())[:3])
-                raise InputError(f"{path}: was saved with other engines (it differs in {odd})")
-            raise InputError(
-                f"{path}: was saved with the drafter {theirs}, whose states it holds, and this "
-                f"chain has {ours}; take that one (--drafter), or make the file again"
-            )
+            _check_drafter(path, _drafter(held), _drafter(wanted))
+            odd = ", ".join(sorted(held ^ wanted.keys())[:3])
+            raise InputError(f"{path}: was saved with other engines (it differs in {odd})")
         for name, buffer in wanted.items():
-            buffer.write(_array(archive, name, buffer))
+            buffer.write(_array(archive, path, name, buffer))
     return snapshot
 
 
 def _drafter(names: Collection[str]) -> str:
     """Whose states are among the trunk's."""
     owners = [owner for owner, start in STATES.items() if any(n.startswith(start) for n in names)]
-    return " and ".join(owners) or "none or ngram"
+    return " and ".join(owners) or OTHERS
 
 
-def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """What a file says of itself."""
-    about = json.loads(str(_array(archive, ABOUT, None)))
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+def _check_drafter(path: Path, theirs: str, ours: str) -> None:
+    if theirs != ours:
         raise InputError(
-            f"{archive.filename}: is not a prefix that this version of eagle-chain reads"
+            f"{path}: was saved with the drafter {theirs}, whose states it holds, and this chain "
+            f"has {ours}: take --drafter {theirs}, or make the file again"
         )
+
+
+def _about(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:
+    """What a file says of itself."""
+    about = json.loads(str(_array(archive, path, ABOUT, None)))
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise InputError(f"{path}: is not a prefix that this version of eagle-chain reads")
     return about
 
 
@@ -190,20 +195,20 @@ def _check_engines(path: Path, about: dict[str, Any], engines: Hashable) -> None
         )
 
 
-def _array(archive: zipfile.ZipFile, name: str, buffer: Buffer | None) -> NDArray[Any]:
+def _array(archive: zipfile.ZipFile, path: Path, name: str, buffer: Buffer | None) -> NDArray[Any]:
     """One array, whose size is known before it is read."""
     member = archive.getinfo(f"{name}.npy")
     most = 64 * 1024 * 1024 if buffer is None else buffer.spec.nbytes + HEADER
     if member.file_size > most:
         size = human_bytes(member.file_size)
-        raise InputError(f"{archive.filename}: {name} has {size}, expected {human_bytes(most)}")
+        raise InputError(f"{path}: {name} has {size}, expected {human_bytes(most)}")
     with archive.open(member) as stream:
         array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
     if buffer is not None:
         spec = buffer.spec
         if array.dtype != NUMPY_DTYPES[spec.dtype] or array.shape != spec.shape:
             raise InputError(
-                f"{archive.filename}: {name} is {array.dtype} {list(array.shape)}, expected "
+                f"{path}: {name} is {array.dtype} {list(array.shape)}, expected "
                 f"{spec.dtype} {list(spec.shape)}"
             )
     return array

@@ -93,9 +93,10 @@ def verdict(
             f"{number} --prompts would tell, were they like these"
         )
     sentences = [sentence]
-    if best["by_position"][0] < LOW:
+    right = max(row["by_position"][0] for row in settings)
+    if right < LOW:
         sentences.append(
-            f"even so only {best['by_position'][0]:.0%} of the first drafts are right: none of "
+            f"even so at most {right:.0%} of the first drafts are right: none of "
             "these settings is the cause. The draft was probably made for another trunk, or the "
             "text is unlike what it was trained on; try --drafter mtp or ngram"
         )

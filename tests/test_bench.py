@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from onnx import TensorProto
 from safetensors import safe_open
 
+from eagle_chain.engines import progress
 from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.contract import engine_specs
@@ -200,7 +202,10 @@ def test_acceptance_is_measured_on_a_text(
     assert measured["tokens_per_second"] == pytest.approx(speed)
 
 
-def test_several_positions_are_compared(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_positions_are_compared(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     assert main(["bench", str(bundle), "--position", "4,20", "--runs", "2", "--json"]) == 0
     output = capsys.readouterr()
     rows = json.loads(output.out)["sweep"]
@@ -209,6 +214,8 @@ def test_several_positions_are_compared(bundle: Path, capsys: pytest.CaptureFixt
         (5, 48, 20),
     ]
     assert "    width  capacity  position" in output.err
+    counts = re.findall(r"(\d+) of (\d+), \d+ s$", output.err, re.MULTILINE)
+    assert counts == [("0", "2"), ("1", "2")]
 
 
 def test_the_plot_is_a_picture(bundle: Path, tmp_path: Path) -> None:

@@ -397,7 +397,9 @@ def test_inspect_checkpoints(bundle: Path, capsys: pytest.CaptureFixture[str]) -
     assert "ignored  2 visual tensors" in words
     assert cli.main(["inspect", draft]) == 2
     assert "--trunk" in capsys.readouterr().err
-    assert cli.main(["inspect", trunk, "--check"]) == 2
+    for option in ("--check", "--tensors"):
+        assert cli.main(["inspect", trunk, option]) == 2
+        assert f"is a checkpoint; {option} needs a bundle" in capsys.readouterr().err
     assert cli.main(["inspect", str(bundle), "--trunk", trunk]) == 2
     neither = "is neither a bundle (manifest.json) nor a checkpoint (config.json)"
     for place in (bundle.parent, bundle / "manifest.json"):

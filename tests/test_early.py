@@ -68,6 +68,7 @@ GENERATE = {
     "long behind a prefix": (["--prompt", "x" * 30, "--prefix", "prefix"], "behind 40 cached"),
     "prefix": (["--prefix", "text"], "is not a whole prefix file"),
     "no prefix": (["--prefix", "none"], "cannot be read"),
+    "another drafter": (["--drafter", "ngram", "--prefix", "prefix"], "take --drafter eagle, or"),
     "drafter": (["--drafter", "eagle", "--backend", "tensorrt", "-k", "7"], "k is 7"),
     "another file": (["--save-prefix", "text"], "only a prefix file is replaced"),
     "a folder": (["--save-prefix", "bundle"], "only a prefix file is replaced"),

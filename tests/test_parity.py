@@ -133,6 +133,7 @@ def test_the_bundle_is_right(bundle: Path, capsys: pytest.CaptureFixture[str]) -
         ["--prefill", "0", "--kv", "q8_0/q5_1"],
         ["--prefill", "0", "--kv", "fp16"],
         ["--prefill", "64", "--profile", "standard", "--width", "2"],
+        ["--prefill", "32", "--sampling"],
     ],
     ids=" ".join,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from eagle_chain.engines import cli
 from eagle_chain.engines.errors import InputError
-from eagle_chain.runtime import Chain, NoDrafter
+from eagle_chain.runtime import Chain, NoDrafter, prefix
 from tests.toy import Toy
 from tests.toy_pair import write_pair
 
@@ -133,6 +134,11 @@ def test_what_is_not_this_chain_s_is_refused(toy: Toy, tmp_path: Path) -> None:
     assert "capacity is 40" in refused(short, path)
     assert "cannot be read" in refused(chain, tmp_path / "absent")
     assert "cannot be read" in refused(chain, tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # opening one waits, and this may never end
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert "not a plain file" in refused(chain, path)
+        with pytest.raises(InputError, match="not a plain file"):
+            prefix.check(path, 100, 80, chain.cache.engines, "eagle")
 
 
 def test_damage_is_refused_or_harmless(toy: Toy, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from eagle_chain.runtime.payoff import confirm, fastest, speeds
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
 from eagle_chain.runtime.trial import Setting, Trial
+from eagle_chain.runtime.tune_report import verdict
 from tests.test_demo_pair import DEMO
 
 PROMPTS, LENGTH, NEW, MOST = 6, 20, 36, 4
@@ -303,6 +304,18 @@ def test_gain_and_its_error() -> None:
     assert result == pytest.approx((2.0, (1 / 3) ** 0.5))  # variance 1 over 3
     assert surely_better(Found(ends, more), Found(ends, less), 4)  # 2 is above 3 x 0.577
     assert not surely_better(Found(ends, less), Found(ends, less), 4)
+
+
+def test_a_draft_is_called_another_trunk_s_only_if_no_setting_helps() -> None:
+    """Not where the best one is not surely better than one whose drafts are right."""
+
+    def row(first: float, **marks: bool) -> dict[str, Any]:
+        share = {"by_position": [first, first], "tokens_per_pass": 1.0, "behind": 0.0, "error": 0.5}
+        return {"now": False, "best": False, "changed": ["--rotary-dim", "8"], **share, **marks}
+
+    bad, good = row(0.1, now=True, best=True), row(0.6)
+    assert any("at most 10% of the first drafts" in s for s in verdict([bad, row(0.0)], [], 1, 1))
+    assert not any("another trunk" in s for s in verdict([good, bad], [], 1, 1))
 
 
 def test_drafts_are_counted_by_what_they_cost() -> None:
