@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.spec import TensorSpec
 
 if TYPE_CHECKING:
     import onnx
 
-_ONNX = {"fp32": 1, "int32": 6, "fp16": 10, "bf16": 16}  # onnx.TensorProto's numbers
+# Our dtypes by the numbers of onnx.TensorProto.
+ONNX_NUMBERS = {"fp32": 1, "int8": 3, "int32": 6, "fp16": 10, "bf16": 16}
 
 
 def with_bound_weights(
@@ -45,7 +47,7 @@ def with_bound_weights(
     if converted:
         users = _users(graph.node)
         for name in [name for name in weights if name not in stored]:
-            casts, wanted = _casts(name, dtypes[name], users, _ONNX[converted])
+            casts, wanted = _casts(name, dtypes[name], users, ONNX_NUMBERS[converted])
             if len(wanted) == 1:
                 dtypes[name] = wanted.pop()
                 _bypass(graph, casts, users)
@@ -95,6 +97,14 @@ def bound_weights(model: onnx.ModelProto) -> list[str]:
     return [t.name for t in model.graph.initializer if t.data_location == external]
 
 
+def tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    """An input or output of a graph; a dtype that no engine has goes by its number."""
+    kind = value.type.tensor_type
+    names = {number: name for name, number in ONNX_NUMBERS.items()}
+    dtype = names.get(kind.elem_type, f"ONNX's dtype {kind.elem_type}")
+    return TensorSpec(value.name, dtype, tuple(axis.dim_value for axis in kind.shape.dim))
+
+
 def _users(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProto]]:
     users: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in nodes:
@@ -117,7 +127,7 @@ def _casts(
         is_table = node.op_type == "Gather" and node.input[0] == name
         for user in users[node.output[0]] if is_table else [node]:
             if user.op_type == "Cast" and (
-                not is_table or user.attribute[0].i in (compute, _ONNX["int32"])
+                not is_table or user.attribute[0].i in (compute, ONNX_NUMBERS["int32"])
             ):
                 casts.append(user)
                 dtypes.add(user.attribute[0].i)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from eagle_chain.engines.bound import as_exported, bound_weights, with_bound_weights
+from eagle_chain.engines.bound import as_exported, bound_weights, tensor_spec, with_bound_weights
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
@@ -13,7 +13,7 @@ from eagle_chain.engines.spec import EngineSpec, TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-_DTYPES = {1: "fp32", 6: "int32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto's numbers
+WEIGHT_DTYPES = ("fp32", "int32", "fp16", "bf16")  # in which weights enter
 
 
 def load_graph(folder: Path, engine: str) -> onnx.ModelProto:
@@ -69,18 +69,13 @@ def bound_graph(
     """
     bound = with_bound_weights(model, converted=dtype)
     states = {t.name for t in spec.all_inputs}
-    weights = []
-    for value in bound.graph.input:
-        if value.name in states:
-            continue
-        kind = value.type.tensor_type
-        if kind.elem_type not in _DTYPES:
+    weights = [tensor_spec(value) for value in bound.graph.input if value.name not in states]
+    for weight in weights:
+        if weight.dtype not in WEIGHT_DTYPES:
             raise InputError(
-                f"{spec.name}.onnx: {value.name} is of ONNX's dtype {kind.elem_type}, expected "
-                f"{', '.join(_DTYPES.values())}; export the bundle again"
+                f"{spec.name}.onnx: {weight.name} is of {weight.dtype}, expected "
+                f"{', '.join(WEIGHT_DTYPES)}; export the bundle again"
             )
-        shape = tuple(axis.dim_value for axis in kind.shape.dim)
-        weights.append(TensorSpec(value.name, _DTYPES[kind.elem_type], shape))
     return bound, weights
 
 

@@ -11,18 +11,13 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from eagle_chain.engines.bound import ONNX_NUMBERS
 from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.manifest import Weight
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 
 IR_VERSION = 9  # what TensorRT 8.6's parser and every ONNX Runtime since 1.16 read
-ONNX_DTYPE = {
-    "fp32": ir.DataType.FLOAT,
-    "fp16": ir.DataType.FLOAT16,
-    "bf16": ir.DataType.BFLOAT16,
-    "int32": ir.DataType.INT32,
-    "int8": ir.DataType.INT8,
-}
+ONNX_DTYPE = {name: ir.DataType(number) for name, number in ONNX_NUMBERS.items()}
 NUMPY_DTYPE = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 STORED_DTYPE = {  # safetensors' names
     "F32": ir.DataType.FLOAT,

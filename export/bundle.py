@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx
 
-from eagle_chain.engines.bound import with_bound_weights
+from eagle_chain.engines.bound import tensor_spec, with_bound_weights
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.derived import Derived
@@ -30,7 +30,7 @@ from eagle_chain.engines.manifest import (
 )
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.progress import human_bytes, progress
-from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
+from eagle_chain.engines.spec import EngineSpec, Options
 from eagle_chain.engines.staging import staged
 from eagle_chain.engines.version import library_version
 from eagle_chain.export.checkpoint import Checkpoint, open_mtp, open_pair, open_trunk
@@ -46,13 +46,6 @@ TOKENIZER_FILES = (
 LIBRARIES = ("eagle-chain", "onnx", "onnx-ir", "numpy")
 
 _BLOCK = 4 * 1024 * 1024
-_ELEMENT: dict[int, str] = {
-    onnx.TensorProto.FLOAT: "fp32",
-    onnx.TensorProto.FLOAT16: "fp16",
-    onnx.TensorProto.BFLOAT16: "bf16",
-    onnx.TensorProto.INT32: "int32",
-    onnx.TensorProto.INT8: "int8",
-}
 
 
 @dataclass(frozen=True)
@@ -223,16 +216,9 @@ def check_graph(model: onnx.ModelProto, spec: EngineSpec, profile: str) -> None:
         ("inputs", [v for v in model.graph.input if not is_weight(v.name)], spec.all_inputs),
         ("outputs", model.graph.output, spec.all_outputs),
     ):
-        found = tuple(_tensor_spec(value) for value in values)
+        found = tuple(tensor_spec(value) for value in values)
         if found != tensors:
             raise RuntimeError(f"{spec.name}: {what} are {found}, the spec has {tensors}")
-
-
-def _tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:
-    kind = value.type.tensor_type
-    return TensorSpec(
-        value.name, _ELEMENT[kind.elem_type], tuple(axis.dim_value for axis in kind.shape.dim)
-    )
 
 
 def _resolved(path: Path) -> Path:

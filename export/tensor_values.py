@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from eagle_chain.engines.errors import InputError
-from eagle_chain.export.weight_files import ITEM_BYTES, StoredTensor
+from eagle_chain.export.weight_files import FILE_BYTES, StoredTensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,7 +30,7 @@ def mapped(tensor: StoredTensor) -> Array:
     if size < tensor.offset + tensor.nbytes:
         raise InputError(f"{tensor.file}: {size} bytes, shorter than when it was opened")
     values = np.memmap(tensor.file, np.uint8, "c", tensor.offset, (tensor.nbytes,))
-    aligned = tensor.offset % ITEM_BYTES[tensor.dtype] == 0
+    aligned = tensor.offset % FILE_BYTES[tensor.dtype] == 0
     return np.asarray(values) if aligned else np.array(values)
 
 

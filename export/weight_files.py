@@ -19,25 +19,11 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import is_integer, parse_json, raise_all, read_json, show
 from eagle_chain.engines.files import open_plain
+from eagle_chain.engines.manifest import STORED_BYTES
 from eagle_chain.engines.progress import counted
 
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-}
+# Every dtype of safetensors: those that a bundle may hold, and those that only pass by.
+FILE_BYTES = {**STORED_BYTES, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8}
 INDEX = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 LARGEST_EXTENT = 1 << 40
@@ -60,7 +46,7 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return FILE_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -157,8 +143,8 @@ def _read_entry(name: str, entry: Any, file: Path, data: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} is {show(entry)}, wanted dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError(f"{name}: dtype {show(dtype)}, wanted one of {', '.join(ITEM_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in FILE_BYTES:
+        raise ValueError(f"{name}: dtype {show(dtype)}, wanted one of {', '.join(FILE_BYTES)}")
     for key, value, length in (("shape", shape, range(9)), ("data_offsets", offsets, (2,))):
         if (
             not isinstance(value, list)

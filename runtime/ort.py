@@ -8,23 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from eagle_chain.engines.bound import ONNX_NUMBERS
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import install
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
-from eagle_chain.runtime.buffers import Buffer, Memory
+from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer, Memory
 from eagle_chain.runtime.session import check_tensors
 
 CPU = ("CPUExecutionProvider",)
 NEEDS = "1.24.1 or newer, which needs Python 3.11"
-ELEMENT_TYPES: dict[str, Any] = {  # what a binding calls them: NumPy's, or ONNX's number
-    "fp32": np.float32,
-    "fp16": np.float16,
-    "bf16": 16,
-    "int32": np.int32,
-    "int8": np.int8,
-}
+# What a binding calls them: NumPy's, or ONNX's number.
+ELEMENT_TYPES: dict[str, Any] = {**NUMPY_DTYPES, "bf16": ONNX_NUMBERS["bf16"]}
 SPEC_DTYPES = {
     "tensor(float)": "fp32",
     "tensor(float16)": "fp16",
@@ -134,8 +128,8 @@ def check_interface(
         ("input", inputs, spec.all_inputs),
         ("output", outputs, spec.all_outputs),
     ):
-        got = {t.name: (SPEC_DTYPES.get(t.type, t.type), tuple(t.shape)) for t in found}
-        want = {t.name: (t.dtype, t.shape) for t in wanted}
+        got = {t.name: _spec(t) for t in found}
+        want = {t.name: t for t in wanted}
         for name in sorted(got.keys() | want.keys()):
             if got.get(name) != want.get(name):
                 is_, should = _words(got.get(name)), _words(want.get(name))
@@ -146,18 +140,19 @@ def check_interface(
         )
 
 
-def _words(tensor: tuple[str, tuple[Any, ...]] | None) -> str:
-    return f"{tensor[0]} {list(tensor[1])}" if tensor else "absent"
+def _words(tensor: TensorSpec | None) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "absent"
+
+
+def _spec(found: Any) -> TensorSpec:
+    """What ONNX Runtime says of an input or output."""
+    return TensorSpec(found.name, SPEC_DTYPES.get(found.type, found.type), tuple(found.shape))
 
 
 def weight_inputs(session: Any, spec: EngineSpec) -> tuple[TensorSpec, ...]:
     """The inputs of a loaded graph that are not in its spec: the weights it wants."""
     known = {t.name for t in spec.all_inputs}
-    return tuple(
-        TensorSpec(t.name, SPEC_DTYPES.get(t.type, t.type), tuple(t.shape))
-        for t in session.get_inputs()
-        if t.name not in known
-    )
+    return tuple(_spec(t) for t in session.get_inputs() if t.name not in known)
 
 
 def placed(tensor: TensorSpec, buffer: Buffer) -> tuple[str, int, Any, list[int], int]:
