@@ -11,6 +11,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.progress import counted, phases
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.diagnosis import likely_cause
+from eagle_chain.runtime.prefix import Prefix
 from eagle_chain.runtime.request import RequestOptions
 from eagle_chain.runtime.stats import Result, Round, Stats
 from eagle_chain.runtime.tokenizer import Tokenizer
@@ -115,7 +116,7 @@ def answer(
     show: Show,
     drafter: str = "eagle",
     draft_kv: str = "kept",
-    prefix: Path | None = None,
+    prefix: Prefix | None = None,
     save_prefix: Path | None = None,
     **options: Unpack[RequestOptions],
 ) -> Answer:
@@ -129,7 +130,7 @@ def answer(
         show: Called with every piece of text.
         drafter: Who guesses on this chain, for warnings.
         draft_kv: With which memory.
-        prefix: File of a sequence that the prompt continues.
+        prefix: A sequence that the prompt continues.
         save_prefix: File for the sequence as the prompt leaves it.
         **options: As in `Chain.stream`.
 

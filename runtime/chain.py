@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from eagle_chain.engines.errors import InputError
@@ -187,15 +187,24 @@ class Chain:
         """
         return prefix.save(path, self.snapshot())
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
+    def restore(self, path: str | os.PathLike[str] | prefix.Prefix) -> None:
         """Stand where `save` was called, in this process or another; ends an open request.
+
+        Args:
+            path: What `save` wrote, or that as it was opened and checked before.
 
         Raises:
             InputError: The file is not whole, or of other engines or another drafter; the chain
                 stands where it stood.
         """
         with self._turn(object(), begin=True):
-            snapshot = prefix.load(path, self.vocab_size, self._ladder.cache_for)
+            opened: AbstractContextManager[prefix.Prefix] = (
+                nullcontext(path)
+                if isinstance(path, prefix.Prefix)
+                else prefix.Prefix(path, self.vocab_size)
+            )
+            with opened as kept:
+                snapshot = kept.load(self._ladder.cache_for)
             self._decoder.stand(snapshot)
 
     def _checked(

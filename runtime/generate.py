@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -14,7 +14,6 @@ from eagle_chain.engines.files import read_bounded
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import counted, human_bytes
-from eagle_chain.runtime import prefix
 from eagle_chain.runtime.answer import answer, check_goes_on, printable
 from eagle_chain.runtime.load import (
     BACKEND_HELP,
@@ -29,6 +28,7 @@ from eagle_chain.runtime.load import (
     limits,
     open_engines,
 )
+from eagle_chain.runtime.prefix import Prefix, check_replaceable
 from eagle_chain.runtime.request import check_budget
 from eagle_chain.runtime.tokenizer import Tokenizer
 
@@ -139,30 +139,32 @@ def run(arguments: argparse.Namespace) -> Outcome:
         prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
     else:
         prompt = tokenizer.encode(text, special=not follows)
-    _check(
-        arguments, manifest, drafter, prompt
-    )  # before the minutes that large engines take to load
-    engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
-    chain = engines.chain(drafter=drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback)
 
     def show(piece: str, drafted: bool) -> None:
         print(printable(piece), end="", flush=True)
 
-    given = answer(
-        chain,
-        tokenizer,
-        prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        k=arguments.k,
-        check=arguments.check,
-        show=show,
-        temperature=arguments.temperature,
-        seed=arguments.seed or 0,
-        drafter=drafter,
-        draft_kv=arguments.draft_kv,
-        prefix=arguments.prefix,
-        save_prefix=arguments.save_prefix,
-    )
+    with _opened(arguments, manifest) as kept:
+        # before the minutes that large engines take to load
+        _check(arguments, manifest, drafter, prompt, kept)
+        engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)
+        chain = engines.chain(
+            drafter=drafter, draft_kv=arguments.draft_kv, rollback=arguments.rollback
+        )
+        given = answer(
+            chain,
+            tokenizer,
+            prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            k=arguments.k,
+            check=arguments.check,
+            show=show,
+            temperature=arguments.temperature,
+            seed=arguments.seed or 0,
+            drafter=drafter,
+            draft_kv=arguments.draft_kv,
+            prefix=kept,
+            save_prefix=arguments.save_prefix,
+        )
     print()
     stats = given.result.stats
     fed = f"prompt of {counted(stats.prompt_tokens, 'token')} in {stats.prompt_seconds:.2f} s"
@@ -180,8 +182,21 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(report, passed=given.exact is not False)
 
 
+def _opened(
+    arguments: argparse.Namespace, manifest: Manifest
+) -> AbstractContextManager[Prefix | None]:
+    """The sequence to go on from, if one was named: read once, for the checks and for the chain."""
+    if arguments.prefix is None:
+        return nullcontext()
+    return Prefix(arguments.prefix, manifest.trunk.vocab_size)
+
+
 def _check(
-    arguments: argparse.Namespace, manifest: Manifest, drafter: str, prompt: Sequence[int]
+    arguments: argparse.Namespace,
+    manifest: Manifest,
+    drafter: str,
+    prompt: Sequence[int],
+    kept: Prefix | None,
 ) -> None:
     """Refuse what the manifest and the files tell to be impossible."""
     backend = backend_for(arguments.bundle, manifest, arguments.backend)
@@ -189,18 +204,16 @@ def _check(
     most.check_drafts(arguments.k)
     most.check_draws(arguments.temperature, arguments.seed or 0)
     check_budget(arguments.max_new_tokens)
-    counters = None
-    if arguments.prefix is not None:
-        engines = identity(manifest, backend)
-        file, sizes = arguments.prefix, (most.vocab_size, most.capacity)
-        counters = prefix.check(file, *sizes, engines, drafter)
+    if kept is not None:
+        kept.check(most.capacity, identity(manifest, backend), drafter)
+    counters = kept and kept.counters
     if counters and not prompt:
         stop_ids = bundle_stop_ids(arguments.bundle, manifest)
         check_goes_on(counters.pending, arguments.max_new_tokens, stop_ids)
         prompt = [counters.pending or 0]
     most.check_prompt(prompt, len(counters.tokens) if counters else 0)
     if arguments.save_prefix is not None:
-        prefix.check_replaceable(arguments.save_prefix)
+        check_replaceable(arguments.save_prefix)
 
 
 def _ignored(arguments: argparse.Namespace, drafter: str) -> list[str]:

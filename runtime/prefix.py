@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,69 +100,87 @@ def check_replaceable(path: Path) -> None:
         ) from None
 
 
-def check(
-    path: str | os.PathLike[str], vocab_size: int, capacity: int, engines: Hashable, drafter: str
-) -> Counters:
-    """Whether a file is for these engines, from its first lines; what it holds `load` tells.
+class Prefix:
+    """A file that `save` wrote, open: its head has been read, its states can be.
+
+    One handle from the check to the last array: what is put at the path meanwhile is another file.
 
     Args:
         path: The file.
         vocab_size: Of the trunk.
-        capacity: Of the engines.
-        engines: What the sequence must have been computed with, as in `Cache.engines`.
-        drafter: Of the chain that is to go on with it.
-
-    Returns:
-        Its tokens, and the one to come next.
 
     Raises:
-        InputError: It is not there, no prefix file, of other engines or another drafter, or longer
-            than the capacity.
+        InputError: It is not there, or no prefix file.
     """
-    path = Path(path)
-    with _refusing(path), open_plain(path) as file, zipfile.ZipFile(file) as archive:
-        about = _about(archive, path)
-        counters = _counters(about, vocab_size)
-        _check_engines(path, about, engines)
-        _check_drafter(path, _drafter(archive.namelist()), drafter if drafter in STATES else OTHERS)
-    held = len(counters.tokens)
-    if held > capacity:
-        raise InputError(
-            f"{path}: holds {held} tokens, the bundle's capacity is {capacity}: "
-            "export with a larger --capacity"
-        )
-    return counters
 
+    def __init__(self, path: str | os.PathLike[str], vocab_size: int) -> None:
+        self.path = Path(path)
+        with ExitStack() as opened, _refusing(self.path):
+            stream = opened.enter_context(open_plain(self.path))
+            self._archive = opened.enter_context(zipfile.ZipFile(stream))
+            about = _about(self._archive, self.path)
+            self.counters = _counters(about, vocab_size)
+            self._engines = about["engines"]
+            self._opened = opened.pop_all()
 
-def load(
-    path: str | os.PathLike[str], vocab_size: int, cache_for: Callable[[int], Cache]
-) -> Snapshot:
-    """Read a file that `save` wrote.
+    def __enter__(self) -> Prefix:
+        return self
 
-    Args:
-        path: The file.
-        vocab_size: Of the trunk.
-        cache_for: The cache for a sequence of so many tokens, which gives the states their sizes.
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
-    Raises:
-        InputError: It is not there, not whole, or not of this chain's engines and drafter.
-    """
-    path = Path(path)
-    with _refusing(path), open_plain(path) as file, zipfile.ZipFile(file) as archive:
-        about = _about(archive, path)
-        counters = _counters(about, vocab_size)
-        cache = cache_for(len(counters.tokens))
-        _check_engines(path, about, cache.engines)
-        snapshot = cache.blank(counters)
-        wanted = {b.spec.name: b for b in (*snapshot.buffers, *snapshot.outputs) if b is not None}
-        held = {name.removesuffix(".npy") for name in archive.namelist()} - {ABOUT}
-        if held != wanted.keys():
-            _check_drafter(path, _drafter(held), _drafter(wanted))
-            odd = ", ".join(sorted(held ^ wanted.keys())[:3])
-            raise InputError(f"{path}: was saved with other engines (it differs in {odd})")
-        for name, buffer in wanted.items():
-            buffer.write(_array(archive, path, name, buffer))
-    return snapshot
+    def check(self, capacity: int, engines: Hashable, drafter: str) -> None:
+        """Whether it is for these engines, from its head; what it holds `load` tells.
+
+        Args:
+            capacity: Of the engines.
+            engines: What the sequence must have been computed with, as in `Cache.engines`.
+            drafter: Of the chain that is to go on with it.
+
+        Raises:
+            InputError: It is of other engines or another drafter, or longer than the capacity.
+        """
+        self._check_engines(engines)
+        ours = drafter if drafter in STATES else OTHERS
+        _check_drafter(self.path, _drafter(self._archive.namelist()), ours)
+        held = len(self.counters.tokens)
+        if held > capacity:
+            raise InputError(
+                f"{self.path}: holds {held} tokens, the bundle's capacity is {capacity}: "
+                "export with a larger --capacity"
+            )
+
+    def load(self, cache_for: Callable[[int], Cache]) -> Snapshot:
+        """Read the states.
+
+        Args:
+            cache_for: The cache for a sequence of so many tokens, which gives them their sizes.
+
+        Raises:
+            InputError: The file is not whole, or not of this chain's engines and drafter.
+        """
+        path = self.path
+        with _refusing(path):
+            cache = cache_for(len(self.counters.tokens))
+            self._check_engines(cache.engines)
+            snapshot = cache.blank(self.counters)
+            buffers = (*snapshot.buffers, *snapshot.outputs)
+            wanted = {b.spec.name: b for b in buffers if b is not None}
+            held = {name.removesuffix(".npy") for name in self._archive.namelist()} - {ABOUT}
+            if held != wanted.keys():
+                _check_drafter(path, _drafter(held), _drafter(wanted))
+                odd = ", ".join(sorted(held ^ wanted.keys())[:3])
+                raise InputError(f"{path}: was saved with other engines (it differs in {odd})")
+            for name, buffer in wanted.items():
+                buffer.write(_array(self._archive, path, name, buffer))
+        return snapshot
+
+    def _check_engines(self, engines: Hashable) -> None:
+        if self._engines != fingerprint(engines):
+            raise InputError(
+                f"{self.path}: was saved with another bundle (one of other capacities is another) "
+                "or backend; make it again with this one (generate --save-prefix)"
+            )
 
 
 def _drafter(names: Collection[str]) -> str:
@@ -185,14 +203,6 @@ def _about(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"{path}: is not a prefix that this version of eagle-chain reads")
     return about
-
-
-def _check_engines(path: Path, about: dict[str, Any], engines: Hashable) -> None:
-    if about["engines"] != fingerprint(engines):
-        raise InputError(
-            f"{path}: was saved with another bundle (one of other capacities is another) or "
-            "backend; make it again with this one (generate --save-prefix)"
-        )
 
 
 def _array(archive: zipfile.ZipFile, path: Path, name: str, buffer: Buffer | None) -> NDArray[Any]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from eagle_chain.engines import cli
 from eagle_chain.engines.errors import InputError
-from eagle_chain.runtime import Chain, NoDrafter, prefix
+from eagle_chain.runtime import Chain, NoDrafter, generate, open_engines, prefix
+from eagle_chain.runtime.load import Engines
 from tests.toy import Toy
-from tests.toy_pair import write_pair
+from tests.toy_pair import exported, write_pair
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +141,7 @@ def test_what_is_not_this_chain_s_is_refused(toy: Toy, tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         assert "not a plain file" in refused(chain, path)
         with pytest.raises(InputError, match="not a plain file"):
-            prefix.check(path, 100, 80, chain.cache.engines, "eagle")
+            prefix.Prefix(path, 100)
 
 
 def test_damage_is_refused_or_harmless(toy: Toy, tmp_path: Path) -> None:
@@ -184,6 +187,48 @@ def test_damage_is_refused_or_harmless(toy: Toy, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("about.npy", bytes(10**8))
     assert "expected" in refused(chain, path)
+
+
+def test_what_was_checked_is_what_is_taken_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of the file is read once; the file at its path may change while engines load."""
+    folders = write_pair(tmp_path / "pair", layers=4, aux=[0, 1, 2], tokenizer=True)
+    bundle, file = tmp_path / "bundle", tmp_path / "prefix"
+    exported(folders, bundle, "--aux-layers", "0,1,2", "--capacity", "64")
+    words = ["generate", str(bundle), "--threads", "1", "--json"]
+    keep = ["--prompt", "Call me", "--save-prefix", str(file), "--max-new-tokens", "0"]
+    assert cli.main([*words, *keep]) == 0
+    whole, head, heads = file.read_bytes(), prefix._about, list[object]()
+    monkeypatch.setattr(prefix, "_about", lambda *given: heads.append(given) or head(*given))
+    go_on = [*words, "--prompt", " Ishmael", "--prefix", str(file), "--max-new-tokens", "5"]
+
+    def generated(meanwhile: Callable[[], object], code: int = 0) -> dict[str, object]:
+        def opened(*given: Any, **options: Any) -> Engines:
+            meanwhile()
+            return open_engines(*given, **options)
+
+        heads.clear()
+        capsys.readouterr()
+        monkeypatch.setattr(generate, "open_engines", opened)
+        assert cli.main(go_on) == code and len(heads) == 1
+        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        return found
+
+    def replaced() -> None:
+        (tmp_path / "other").write_bytes(b"another file")
+        (tmp_path / "other").replace(file)
+
+    def damaged() -> None:
+        at = zipfile.ZipFile(file).getinfo("layers.2.S.npy").header_offset + 999
+        with file.open("r+b") as stream:
+            stream.seek(at)
+            stream.write(bytes(16 * [0x41]))
+
+    ids = generated(lambda: None)["ids"]
+    assert generated(replaced)["ids"] == ids
+    file.write_bytes(whole)
+    assert "is not a whole prefix file" in str(generated(damaged, 2)["error"])
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
