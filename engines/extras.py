@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,6 +16,18 @@ EXTRAS = {  # library -> the extra that brings it; "" if every installation has 
 }
 _VENV = Path(__file__).resolve().parent.parent / ".venv"  # the scripts' own, in a clone
 _DEMO = ("", "export", "cpu")  # what every script puts there
+
+
+def require(*libraries: str) -> None:
+    """Fail now, before the work that leads to them, if a library is missing; none is imported.
+
+    Raises:
+        ModuleNotFoundError: As the import would, for the command line to say what to install.
+    """
+    for name in libraries:
+        there = sys.modules[name] if name in sys.modules else importlib.util.find_spec(name)
+        if there is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def install(extra: str) -> str:

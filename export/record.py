@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     rounds = schedule(options.width, options.capacity, options.prefill)
     with recording_folder(arguments.output) as folder, phases("reference") as show:
         show("reading weights", 0, 0)
-        teacher = Teacher(reference_sessions(arguments.bundle, manifest), manifest)
         recorder = Recorder(folder)
+        teacher = Teacher(reference_sessions(arguments.bundle, manifest), manifest)
         for call in teacher.calls(rounds, whole=not arguments.part):
             recorder.add(call)
             show("rounds", call.round, len(rounds))

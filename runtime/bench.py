@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kv import KV_TYPES
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
 from eagle_chain.engines.spec import DTYPES, PROFILES, Options
@@ -18,7 +19,7 @@ from eagle_chain.runtime.bench_engines import SHAPES, Engines, of_bundle, of_sha
 from eagle_chain.runtime.bench_report import calls, plot, table
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
-from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines
+from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines, runnable
 from eagle_chain.runtime.measure import Clock, copy_bandwidth, state_bytes
 from eagle_chain.runtime.plots import PLOT_HELP, check
 from eagle_chain.runtime.prompts import cut_prompts, read_text
@@ -323,6 +324,7 @@ def _speeds(
 
 def _prompts(arguments: argparse.Namespace) -> list[list[int]]:
     """Prompts cut out of the text; `InputError` if it is too short, or there is no tokenizer."""
+    runnable(arguments.bundle, Manifest.load(arguments.bundle), arguments.backend)
     text, tokenizer = read_text(arguments.text), Tokenizer(arguments.bundle)
     return cut_prompts(text, tokenizer, count=PROMPTS, length=PROMPT_TOKENS)
 

@@ -17,6 +17,7 @@ from eagle_chain.engines.bound import read_bound
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import require
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.limits import HEADS
 from eagle_chain.engines.manifest import Manifest
@@ -123,8 +124,12 @@ def of_shapes(
     `shared` lends its device and its weights. A trunk for one row comes alone: no draft stands
     behind it.
     """
+    require("onnxruntime", "onnx", "onnx_ir")
     memory = shared.memory if shared else CudaMemory()
     assert isinstance(memory, CudaMemory), "shapes are measured on a GPU"
+    library = None
+    if options.profile == "ort-fused":
+        library = build_cuda(cache_folder(), memory.info.compute_capability)
     given = {f"--{field}": getattr(options, field) for field in ("width", "capacity", "dtype")}
     given |= {"--profile": options.profile} | ({"--kv": options.kv} if options.kv else {})
     given |= {"--prefill": options.prefill, "--drafter": drafter}
@@ -134,9 +139,6 @@ def of_shapes(
     trunk = decode(TrunkConfig, described["trunk"])
     draft = decode(DraftConfig, described["draft"]) if described["draft"] else None
     specs = engine_specs(trunk, draft, options, described["mtp"])
-    library = None
-    if options.profile == "ort-fused":
-        library = build_cuda(cache_folder(), memory.info.compute_capability)
     sessions = {}
     for engine in specs if options.width > 1 else ("trunk",):
         model = read_bound(folder / f"{engine}.onnx", options.dtype)

@@ -12,6 +12,7 @@ from pathlib import Path
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.config import TrunkConfig
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import require
 from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.runtime.answer import Answer, answer, printable
@@ -76,6 +77,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     room = TrunkConfig.from_json(read_json(config), str(config)).max_positions - PROMPT_ROOM
     if not 1 <= arguments.max_new_tokens <= room:
         raise InputError(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 to {room}")
+    require("onnx", "onnx_ir")
+    if arguments.bundle is None or not (arguments.bundle / "plans").is_dir():
+        require("onnxruntime")  # plans of a bundle that is replaced may be kept, and run
     with ExitStack() as stack:
         bundle = arguments.bundle
         if bundle is None:

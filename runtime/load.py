@@ -337,6 +337,13 @@ def check_runs(folder: Path, manifest: Manifest, backend: Backend) -> None:
     importlib.import_module("onnxruntime")
 
 
+def runnable(folder: Path, manifest: Manifest, backend: Backend) -> Backend:
+    """`backend_for` and `check_runs`, for commands that have work to do before they load."""
+    backend = backend_for(folder, manifest, backend)
+    check_runs(folder, manifest, backend)
+    return backend
+
+
 def _best(manifest: Manifest) -> Backend:
     """Plans that this machine can run, else the ONNX Runtime that the profile is for."""
     if trt.serves(manifest, "tensorrt"):

@@ -6,13 +6,15 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.flavours import FLAVOURS
+from eagle_chain.engines.extras import require
+from eagle_chain.engines.flavours import FLAVOURS, load_flavour
+from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
@@ -26,6 +28,7 @@ from eagle_chain.runtime.load import (
     backend_for,
     check_runs,
     open_engines,
+    runnable,
 )
 from eagle_chain.runtime.player import Player
 
@@ -76,8 +79,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         if arguments.save is not None:
             return dispatch(["record", str(bundle), "-o", str(arguments.save)])
         manifest, folder = Manifest.load(bundle), arguments.load
-        backend = backend_for(bundle, manifest, arguments.backend)  # before the work begins
-        check_runs(bundle, manifest, backend)
+        backend = runnable(bundle, manifest, arguments.backend)  # before the work begins
         if folder is None:
             folder = temporary / "reference"
             dispatch(["record", str(bundle), "-o", str(folder), "--part"])
@@ -99,6 +101,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--{given[0]} is for the few layers of --layers N: a bundle has its own")
     if arguments.save is not None:
         check_target(arguments.save)  # before the work begins
+    require("polygraphy", *(() if arguments.load is not None else ("torch",)))
+    if arguments.layers is not None:
+        require("onnx", "onnx_ir")
 
 
 def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
@@ -110,6 +115,8 @@ def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
             f"{arguments.bundle}: holds copies of its weights, and --layers exports from the "
             "checkpoints: run it on a bundle that links to them (export without --weights copy)"
         )
+    if arguments.save is None:
+        _check_backend(arguments, manifest)
     words = [*manifest.arguments, "--weights", "link", "--layers", str(arguments.layers)]
     asked = CAPACITY if arguments.capacity is None else arguments.capacity
     capacity = min(asked, manifest.options.capacity)
@@ -123,6 +130,19 @@ def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
     if arguments.backend in FLAVOURS and arguments.save is None:
         dispatch(["build", str(target), "--backend", arguments.backend])
     return target
+
+
+def _check_backend(arguments: argparse.Namespace, manifest: Manifest) -> None:
+    """What is to run the few layers is here and takes them, before they are exported."""
+    asked = {name: getattr(arguments, name) for name in ("dtype", "profile")}
+    options = replace(manifest.options, **{name: value for name, value in asked.items() if value})
+    planned = replace(manifest, options=options, plans={})
+    backend = backend_for(arguments.bundle, planned, arguments.backend)
+    if backend in FLAVOURS:
+        load_flavour(backend).refuse(options)
+        device_info()
+    else:
+        check_runs(arguments.bundle, planned, backend)
 
 
 def _compare(engines: Engines, folder: Path, recording: Recording) -> Comparison:

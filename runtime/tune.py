@@ -13,6 +13,7 @@ from typing import Any
 
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import require
 from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.flavours import FLAVOURS
 from eagle_chain.engines.manifest import Manifest
@@ -25,9 +26,9 @@ from eagle_chain.runtime.load import (
     BACKENDS,
     Backend,
     Engines,
-    backend_for,
     check_threads,
     open_engines,
+    runnable,
 )
 from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
 from eagle_chain.runtime.plots import PLOT_HELP, check
@@ -125,7 +126,8 @@ def _checked(arguments: argparse.Namespace, manifest: Manifest) -> tuple[DraftCo
     if backend == "auto":  # plans would be of no use
         on_gpu = options.profile.startswith("ort-")
         backend = "onnxruntime-cuda" if on_gpu else "onnxruntime-cpu"
-    return manifest.draft, backend_for(bundle, manifest, backend)
+    require("onnx", "onnx_ir")  # graphs are made
+    return manifest.draft, runnable(bundle, manifest, backend)
 
 
 def _judged(

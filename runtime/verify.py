@@ -26,6 +26,7 @@ from eagle_chain.runtime.load import (
     Engines,
     bundle_drafters,
     open_engines,
+    runnable,
 )
 from eagle_chain.runtime.prompts import (
     add_prompt_arguments,
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     manifest = Manifest.load(arguments.bundle)
     ways = _ways(arguments, manifest)
     check_prompt_sizes(arguments, manifest.options.capacity)
+    runnable(arguments.bundle, manifest, arguments.backend)
     tokenizer = Tokenizer(arguments.bundle)
     prompts = asked_prompts(arguments, text, tokenizer)
     engines = open_engines(arguments.bundle, arguments.backend, threads=arguments.threads)

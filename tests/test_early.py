@@ -13,7 +13,7 @@ import pytest
 
 from eagle_chain.engines import cli
 from eagle_chain.engines.outcome import Outcome
-from eagle_chain.runtime import bench, generate, parity, tune, verify
+from eagle_chain.runtime import bench, bench_engines, demo, generate, parity, tune, verify
 from eagle_chain.runtime.exactness import Comparison, Plain
 from tests.toy_pair import exported, write_pair
 
@@ -154,6 +154,65 @@ def test_a_plot_without_matplotlib_is_refused_first(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "--plot needs matplotlib" in refused("bench", "--plot", "x.png")
+
+
+FEW = ["--text", "TEXT", "--prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "8"]
+MISSING: dict[str, tuple[str, tuple[Any, str], list[str]]] = {
+    # library that is not there, what would be the work, command line
+    "parity": ("torch", (parity, "dispatch"), ["parity", "BUNDLE"]),
+    "parity --save": (
+        "polygraphy",
+        (parity, "dispatch"),
+        ["parity", "BUNDLE", "--layers", "3", "--save", "OUT"],
+    ),
+    "parity --layers": (
+        "onnxruntime",
+        (parity, "dispatch"),
+        ["parity", "BUNDLE", "--layers", "3"],
+    ),
+    "parity --layers on TensorRT": (
+        "tensorrt",
+        (parity, "dispatch"),
+        ["parity", "BUNDLE", "--layers", "3", "--backend", "tensorrt"],
+    ),
+    "tune": ("onnxruntime", (tune, "Trial"), ["tune", "BUNDLE", *FEW]),
+    "tune, graphs": ("onnx_ir", (tune, "Tokenizer"), ["tune", "BUNDLE", *FEW]),
+    "verify": ("onnxruntime", (verify, "Tokenizer"), ["verify", "BUNDLE", *FEW]),
+    "verify on TensorRT": (
+        "tensorrt",
+        (verify, "Tokenizer"),
+        ["verify", "BUNDLE", *FEW, "--backend", "tensorrt"],
+    ),
+    "bench": ("onnxruntime", (bench, "Tokenizer"), ["bench", "BUNDLE", "--text", "TEXT"]),
+    "bench --shapes": (
+        "onnxruntime",
+        (bench_engines, "CudaMemory"),
+        ["bench", "--shapes", "qwen3.5-9b"],
+    ),
+    "demo": ("onnxruntime", (demo, "dispatch"), ["demo"]),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_library_is_told_before_the_work(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library, (module, work), words = MISSING[case]
+    places = {"BUNDLE": folder / "bundle", "TEXT": folder / "text", "OUT": folder / "out"}
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setattr(module, work, lambda *_, **__: pytest.fail("the work has begun"))
+    capsys.readouterr()
+    assert cli.main([str(places.get(word, word)) for word in words]) == 2
+    error = capsys.readouterr().err
+    trt = "TensorRT is not installed"
+    assert (trt if library == "tensorrt" else f"needs the Python package {library}: ") in error
+    assert error.count("\n") == 1
+
+
+def test_few_layers_are_for_a_backend_that_takes_them(refused: Refused) -> None:
+    few = ("parity", "--layers", "3", "--backend")
+    assert "exported as bf16" in refused(*few, "onnxruntime-cpu", "--dtype", "bf16")
+    assert "profile ort-fused" in refused(*few, "onnxruntime-cpu", "--profile", "ort-fused")
 
 
 def test_parity_refuses_before_the_reference(folder: Path, refused: Refused) -> None:
