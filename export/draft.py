@@ -49,8 +49,7 @@ def record_draft(
     def rotated(x: ir.Value, part: str, positions: ir.Value) -> ir.Value:
         if config.qk_norm:
             x = norm(x, f"{ATTENTION}.{part}_norm.weight")
-        table = low.rotary_rows(positions, options.kv_rows, config.rope_theta, config.rotary_dim)
-        return low.rotate(x, table, heads.dim)
+        return low.rotate(x, low.rotary_rows(positions, options.kv_rows, config), heads.dim)
 
     embedded = norm(low.embed(g.input("ids"), config.embedding), f"{LAYER}.input_layernorm.weight")
     normed = norm(g.input("g"), f"{LAYER}.hidden_norm.weight")
@@ -59,10 +58,7 @@ def record_draft(
     key = projected(joined, "k", rows, heads.kv, heads.dim)
     value = projected(joined, "v", rows, heads.kv, heads.dim)
     key = rotated(key, "k", g.Add(position, g.int32(*range(rows))))
-    cache = (
-        low.write_rows("draft.key", key, position, rows, heads),
-        low.write_rows("draft.value", value, position, rows, heads),
-    )
+    cache = low.write_cache("draft", key, value, position, rows, heads)
 
     here = g.Add(position, row)  # int32 [1]: where the wanted row stands
     query = projected(g.Gather(joined, row, axis=0), "q", 1, heads.query, heads.dim)

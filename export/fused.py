@@ -12,7 +12,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.kv import names
 from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import ONNX_DTYPE, GraphBuilder
@@ -150,10 +150,10 @@ class Fused(Portable):
             g.output(f"{name}.next", result)
         return y
 
-    def whole_rotary(self, table_rows: int, theta: float, rotary_dim: int) -> Rotary:
+    def whole_rotary(self, slots: int, config: TrunkConfig | DraftConfig) -> Rotary:
         """Cos and sin of every position, fp32."""
-        cos, sin = (self.g.constant(t) for t in rotary_tables(table_rows, theta, rotary_dim))
-        return Rotary(cos, sin, rotary_dim)
+        cos, sin = (self.g.constant(t) for t in rotary_tables(slots, config))
+        return Rotary(cos, sin, config.rotary_dim)
 
     def pick(self, logits: ir.Value) -> ir.Value:
         """Argmax per row -> int32 [R]; -1 where a row is not finite."""
@@ -175,8 +175,7 @@ class FusedTrunk(TrunkGraph):
 
     def rotary(self) -> Rotary:
         """The whole tables: the kernel picks the rows."""
-        config = self.config
-        return self.low.whole_rotary(self.options.kv_rows, config.rope_theta, config.rotary_dim)
+        return self.low.whole_rotary(self.options.kv_rows, self.config)
 
     def add_norm(self, h: ir.Value, delta: ir.Value, weight: str) -> tuple[ir.Value, ir.Value]:
         """One node."""
@@ -296,7 +295,7 @@ def record_fused_draft(
         ("draft.key", "draft.value"),
         (position, here),
         heads,
-        low.whole_rotary(options.kv_rows, config.rope_theta, config.rotary_dim),
+        low.whole_rotary(options.kv_rows, config),
         options.kv_rows,
         norms=norms if config.qk_norm else None,
         eps=eps,

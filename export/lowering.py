@@ -62,11 +62,12 @@ class DeltaRows:
 
 
 def rotary_tables(
-    rows: int, theta: float, rotary_dim: int
+    rows: int, config: TrunkConfig | DraftConfig
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Cos and sin [rows, rotary_dim / 2] of every position, angles in fp32 as transformers has."""
-    exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
-    frequency = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+    dims = config.rotary_dim
+    exponent = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
+    frequency = (np.float32(1.0) / np.float32(config.rope_theta) ** exponent).astype(np.float32)
     angle = np.arange(rows, dtype=np.float32)[:, None] * frequency
     return np.cos(angle), np.sin(angle)
 
@@ -133,15 +134,15 @@ class Portable:
         return g.to_compute(rows, table)
 
     def rotary_rows(
-        self, positions: ir.Value, table_rows: int, theta: float, rotary_dim: int
+        self, positions: ir.Value, slots: int, config: TrunkConfig | DraftConfig
     ) -> Rotary:
-        """Cos and sin for int32 `positions` [R]; angles in fp32 as transformers computes them."""
+        """Cos and sin for int32 `positions` [R], which are below `slots`."""
         g = self.g
         cos, sin = (
             g.lower(g.Gather(g.constant(table[:, None, :]), positions, axis=0))
-            for table in rotary_tables(table_rows, theta, rotary_dim)
+            for table in rotary_tables(slots, config)
         )
-        return Rotary(cos, sin, rotary_dim)
+        return Rotary(cos, sin, config.rotary_dim)
 
     def rotate(self, x: ir.Value, rotary: Rotary, head_dim: int) -> ir.Value:
         """Rotate the leading dims of x [R, heads, head_dim]; pairs are (i, i + rotary_dim / 2)."""
@@ -152,6 +153,21 @@ class Portable:
         turned_a = g.Sub(g.Mul(a, rotary.cos), g.Mul(b, rotary.sin))
         turned_b = g.Add(g.Mul(b, rotary.cos), g.Mul(a, rotary.sin))
         return g.Concat(turned_a, turned_b, *rest, axis=-1)
+
+    def write_cache(
+        self,
+        layer: str,
+        key: ir.Value,
+        value: ir.Value,
+        position: ir.Value,
+        rows: int,
+        heads: Heads,
+    ) -> tuple[Rows, Rows]:
+        """Keys and values of an attention layer with those of this call; see `write_rows`."""
+        return (
+            self.write_rows(f"{layer}.key", key, position, rows, heads),
+            self.write_rows(f"{layer}.value", value, position, rows, heads),
+        )
 
     def write_rows(
         self, cache: str, update: ir.Value, position: ir.Value, rows: int, heads: Heads

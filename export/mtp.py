@@ -14,6 +14,7 @@ from eagle_chain.engines.spec import Options
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.fused import Fused
 from eagle_chain.export.lowering import Heads, Portable
+from eagle_chain.export.prefill import valid_rows, write_prompt_rows
 
 LAYER = "mtp.layers.0"
 ATTENTION = f"{LAYER}.self_attn"
@@ -30,8 +31,7 @@ def record_mtp(
         return low.rms_norm(x, f"{name}.weight", config.norm_eps, centred=True)
 
     def rotated(x: ir.Value, positions: ir.Value) -> ir.Value:
-        table = low.rotary_rows(positions, options.kv_rows, config.rope_theta, config.rotary_dim)
-        return low.rotate(x, table, heads.dim)
+        return low.rotate(x, low.rotary_rows(positions, options.kv_rows, config), heads.dim)
 
     embedded = norm(low.embed(g.input("ids"), "embed_tokens.weight"), "mtp.pre_fc_norm_embedding")
     joined = g.Concat(embedded, norm(g.input("g"), "mtp.pre_fc_norm_hidden"), axis=-1)  # [R, 2H]
@@ -41,10 +41,7 @@ def record_mtp(
     key = g.reshape(g.linear(x, f"{ATTENTION}.k_proj.weight"), rows, heads.kv, heads.dim)
     value = g.reshape(g.linear(x, f"{ATTENTION}.v_proj.weight"), rows, heads.kv, heads.dim)
     key = rotated(norm(key, f"{ATTENTION}.k_norm"), g.Add(position, g.int32(*range(rows))))
-    cache = (
-        low.write_rows("mtp.key", key, position, rows, heads),
-        low.write_rows("mtp.value", value, position, rows, heads),
-    )
+    cache = low.write_cache("mtp", key, value, position, rows, heads)
 
     here = g.Add(position, row)  # int32 [1]: where the wanted row stands
     fused = g.linear(g.Gather(x, row, axis=0), f"{ATTENTION}.q_proj.weight")
@@ -101,7 +98,7 @@ def record_fused_mtp(
         ("mtp.key", "mtp.value"),
         (position, here),
         heads,
-        low.whole_rotary(options.kv_rows, config.rope_theta, config.rotary_dim),
+        low.whole_rotary(options.kv_rows, config),
         options.kv_rows,
         norms=(f"{ATTENTION}.q_norm.weight", f"{ATTENTION}.k_norm.weight"),
         gated=True,
@@ -124,8 +121,7 @@ def record_mtp_prefill(
 ) -> None:
     """The head's keys and values for P rows of a prompt: all that its later calls read of it."""
     heads, rows = Heads.of(config), options.prefill
-    position = g.input("position")
-    is_valid = g.reshape(g.Less(g.int32(*range(rows)), g.input("rows")), rows, 1, 1)
+    is_valid = valid_rows(g, rows)
 
     def norm(x: ir.Value, name: str) -> ir.Value:
         return low.rms_norm(x, f"{name}.weight", config.norm_eps, centred=True)
@@ -139,8 +135,4 @@ def record_mtp_prefill(
         for part in "kv"
     )
     key = norm(low.shaped(key, rows, heads.kv, heads.dim), f"{ATTENTION}.k_norm")
-    places = g.Add(position, g.int32(*range(rows)))
-    table = low.rotary_rows(places, options.kv_rows, config.rope_theta, config.rotary_dim)
-    for name, update in (("mtp.key", low.rotate(key, table, heads.dim)), ("mtp.value", value)):
-        update = g.Where(is_valid, update, g.compute_scalar(0.0))
-        low.write_rows(name, update, position, rows, heads)
+    write_prompt_rows(low, "mtp", key, value, is_valid, config, options)

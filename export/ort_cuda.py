@@ -93,7 +93,7 @@ class OrtCudaTrunk(TrunkGraph):
             return super().rotary()
         cos, sin = (
             g.constant(table.astype(g.numpy_dtype))
-            for table in rotary_tables(self.options.kv_rows, config.rope_theta, config.rotary_dim)
+            for table in rotary_tables(self.options.kv_rows, config)
         )
         return Rotary(cos, sin, config.rotary_dim)
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from eagle_chain.engines.config import DraftConfig
+from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.spec import ATTENTION_SCORES, Options
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.chunked import ChunkRows, Sizes, delta_rule
-from eagle_chain.export.draft import encoded, product
+from eagle_chain.export.draft import LAYER, encoded, product
 from eagle_chain.export.kv import Rows
 from eagle_chain.export.lowering import Heads, Portable
 from eagle_chain.export.trunk import TrunkGraph
@@ -120,12 +120,11 @@ def record_draft_prefill(
 ) -> None:
     """The draft's keys and values for P rows: all that its later calls read of a prompt."""
     heads = Heads.of(config)
-    layer, rows, position = "draft.midlayer", options.prefill, g.input("position")
-    is_valid = g.Less(g.int32(*range(rows)), g.input("rows"))
-    is_valid = g.reshape(is_valid, rows, 1, 1)
+    rows = options.prefill
+    is_valid = valid_rows(g, rows)
 
     def norm(x: ir.Value, weight: str) -> ir.Value:
-        return low.rms_norm(x, f"{layer}.{weight}.weight", config.norm_eps, centred=False)
+        return low.rms_norm(x, f"{LAYER}.{weight}.weight", config.norm_eps, centred=False)
 
     embedded = norm(low.embed(g.input("ids"), config.embedding), "input_layernorm")
     feature = low.shaped(encoded(g, low, config), rows, config.hidden_size)
@@ -138,9 +137,27 @@ def record_draft_prefill(
     )
     if config.qk_norm:
         key = norm(low.shaped(key, rows, heads.kv, heads.dim), "self_attn.k_norm")
+    write_prompt_rows(low, "draft", key, value, is_valid, config, options)
+
+
+def valid_rows(g: GraphBuilder, rows: int) -> ir.Value:
+    """Which of P rows are part of the prompt, bool [P, 1, 1]."""
+    return g.reshape(g.Less(g.int32(*range(rows)), g.input("rows")), rows, 1, 1)
+
+
+def write_prompt_rows(
+    low: Portable,
+    layer: str,
+    key: ir.Value,
+    value: ir.Value,
+    is_valid: ir.Value,
+    config: TrunkConfig | DraftConfig,
+    options: Options,
+) -> None:
+    """Keys, which are rotated here, and values [P, Hkv, head_dim] into a draft layer's KV."""
+    g, rows, heads, position = low.g, options.prefill, Heads.of(config), low.g.input("position")
     places = g.Add(position, g.int32(*range(rows)))
-    table = low.rotary_rows(places, options.kv_rows, config.rope_theta, config.rotary_dim)
-    key = low.rotate(key, table, heads.dim)
-    for name, update in (("draft.key", key), ("draft.value", value)):
+    key = low.rotate(key, low.rotary_rows(places, options.kv_rows, config), heads.dim)
+    for name, update in ((f"{layer}.key", key), (f"{layer}.value", value)):
         update = g.Where(is_valid, update, g.compute_scalar(0.0))
         low.write_rows(name, update, position, rows, heads)

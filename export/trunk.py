@@ -69,10 +69,7 @@ class TrunkGraph:
 
     def rotary(self) -> Rotary:
         """What rotates the rows of this call."""
-        config = self.config
-        return self.low.rotary_rows(
-            self.positions, self.options.kv_rows, config.rope_theta, config.rotary_dim
-        )
+        return self.low.rotary_rows(self.positions, self.options.kv_rows, self.config)
 
     def add_norm(self, h: ir.Value, delta: ir.Value, weight: str) -> tuple[ir.Value, ir.Value]:
         """The residual stream with `delta` added, and its norm."""
@@ -96,10 +93,7 @@ class TrunkGraph:
         query = low.rotate(self.norm(query, f"{prefix}.q_norm.weight"), rotary, heads.dim)
         key = low.rotate(self.norm(key, f"{prefix}.k_norm.weight"), rotary, heads.dim)
         key, value = self.valid(key), self.valid(value)
-        cache = (
-            low.write_rows(f"layers.{i}.key", key, self.position, width, heads),
-            low.write_rows(f"layers.{i}.value", value, self.position, width, heads),
-        )
+        cache = low.write_cache(f"layers.{i}", key, value, self.position, width, heads)
         mixed = self.attention(query, cache, heads)
         gate = g.reshape(gate, width, heads.query * heads.dim)
         return g.linear(g.Mul(mixed, g.Sigmoid(gate)), f"{prefix}.o_proj.weight")
@@ -252,7 +246,7 @@ class TrunkGraph:
         """What follows from the logits [W, V]."""
         g, width = self.g, self.width
         logits = g.fp32(logits)
-        next_ids = self.chosen(logits, self.positions, width)
+        next_ids = self.chosen(logits)
         accepted = self.accepted(next_ids) if width > 1 else g.int32(0)
         next_kept = g.Add(accepted, g.int32(1))
         g.output("next_ids", next_ids)
@@ -263,8 +257,8 @@ class TrunkGraph:
         if g.wants("logits"):
             g.output("logits", logits)
 
-    def chosen(self, logits: ir.Value, positions: ir.Value, rows: int) -> ir.Value:
-        """The token behind each of the rows at `positions`, int32; fp32 logits [R, V].
+    def chosen(self, logits: ir.Value) -> ir.Value:
+        """The token behind each row, int32 [W], of fp32 logits [W, V].
 
         The largest logit, or, where the bundle can sample and the temperature is not 0, a draw.
         """
@@ -273,8 +267,8 @@ class TrunkGraph:
         if not self.options.sampling:
             return best
         temperature = g.input("temperature")
-        share = g.Gather(g.input("uniform"), positions, axis=0)
-        size = (rows, self.config.vocab_size)
+        share = g.Gather(g.input("uniform"), self.positions, axis=0)
+        size = (self.width, self.config.vocab_size)
         drawn = sample(self.low, logits, size, share, temperature)
         draws = g.And(g.Greater(temperature, g.scalar(0.0)), g.GreaterOrEqual(best, g.int32(0)))
         return g.Where(draws, drawn, best)
