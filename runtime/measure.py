@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,12 @@ from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.spec import ITEM_BYTES, EngineSpec, StatePair, TensorSpec
 from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer, Memory
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory
+from eagle_chain.runtime.weights import to_bf16
 
 POOL = 1 << 24  # random values that all random tensors are cut from
 SPREAD = 0.02  # standard deviation of random weights
-LOOKED_UP = (
-    "embed_tokens.weight",
-    "d2t",
-    "t2d",
-)  # ends of names; read by rows, if at all
+COPIED = 1 << 31  # bytes of the copy that tells the bandwidth
+LOOKED_UP = ("embed_tokens.weight", "d2t", "t2d")  # ends of names; read by rows, if at all
 
 
 @dataclass(frozen=True)
@@ -103,36 +101,75 @@ def host_time(
     return statistics.median(times)
 
 
-def copy_bandwidth(memory: CudaMemory, nbytes: int = 1 << 31) -> float:
+def copy_bandwidth(memory: CudaMemory) -> float:
     """Bytes read and written per second by a copy on the device."""
-    source, target = (memory.allocate(TensorSpec(n, "int32", (nbytes // 4,))) for n in "ab")
+    source, target = (memory.allocate(TensorSpec(n, "int32", (COPIED // 4,))) for n in "ab")
     took = clock(memory, lambda: target.copy_from(source), 20)
-    return 2 * nbytes / took.median * 1e3
+    return 2 * COPIED / took.median * 1e3
 
 
-def random_tensors(
-    specs: Iterable[TensorSpec], memory: Memory, seed: int = 0
-) -> dict[TensorSpec, Buffer]:
+def random_tensors(specs: Iterable[TensorSpec], memory: Memory) -> dict[TensorSpec, Buffer]:
     """Random weights made on the device: normal values, norms near what they are in a model."""
-    random = np.random.default_rng(seed)
-    pools: dict[tuple[str, float, float], Buffer] = {}
+    values = _Values(seed=0)
     made: dict[TensorSpec, Buffer] = {}
     for spec in specs:
         if spec in made:
             continue
-        buffer = made[spec] = memory.allocate(spec)
-        if spec.dtype == "int32":
-            continue  # draft to trunk ids: zero offsets
-        key = (spec.dtype, *_distribution(spec))
-        count = spec.nbytes // ITEM_BYTES[spec.dtype]
-        if not isinstance(buffer, CudaBuffer) or count < POOL // 64:
-            buffer.write(_normal(random, spec.shape, *key))
-            continue
-        if key not in pools:
-            pools[key] = memory.allocate(TensorSpec("pool", spec.dtype, (POOL,)))
-            pools[key].write(_normal(random, (POOL,), *key))
-        _fill(buffer, pools[key], random)
+        made[spec] = memory.allocate(spec)
+        if spec.dtype != "int32":  # draft to trunk ids: zero offsets
+            values.fill(made[spec], *_distribution(spec))
     return made
+
+
+def fill_states(states: Iterable[tuple[StatePair, Iterable[Buffer]]]) -> None:
+    """Put random values into every state: zeros can run faster than data."""
+    values = _Values(seed=1)
+    for _, buffers in states:
+        for buffer in set(buffers):
+            values.fill(buffer, *((0.0, 0.5) if _is_large(buffer) else (0.5, 0.1)))
+
+
+class _Values:
+    """Normal values for any number of buffers; large ones get pieces of a pool on their device."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._pools: dict[tuple[str, float, float], Buffer] = {}
+
+    def fill(self, buffer: Buffer, mean: float, spread: float) -> None:
+        """Write values of this mean and standard deviation; int8 is codes, every bit at random."""
+        spec = buffer.spec
+        if not _is_large(buffer):
+            buffer.write(self._normal(spec.shape, spec.dtype, mean, spread))
+            return
+        key = (spec.dtype, mean, spread)
+        if key not in self._pools:
+            self._pools[key] = buffer.memory.allocate(TensorSpec("pool", spec.dtype, (POOL,)))
+            self._pools[key].write(self._normal((POOL,), *key))
+        self._cover(buffer, self._pools[key])
+
+    def _normal(self, shape: Sequence[int], dtype: str, mean: float, spread: float) -> NDArray[Any]:
+        if dtype == "int8":
+            return self._random.integers(-128, 128, shape, np.int8)
+        values = self._random.standard_normal(shape, np.float32) * np.float32(spread)
+        values += np.float32(mean)
+        return to_bf16(values) if dtype == "bf16" else values.astype(NUMPY_DTYPES[dtype])
+
+    def _cover(self, buffer: CudaBuffer, pool: Buffer) -> None:
+        """Cover a buffer with pieces of the pool from random places."""
+        item = ITEM_BYTES[buffer.spec.dtype]
+        done, total = 0, buffer.spec.nbytes
+        while done < total:
+            start = int(self._random.integers(0, POOL // 2)) // 8 * 8
+            size = min(total - done, (POOL - start) * item)
+            buffer.memory.copy(buffer.address + done, pool.address + start * item, size)
+            done += size
+
+
+def _is_large(buffer: Buffer) -> TypeGuard[CudaBuffer]:
+    """Whether its values are not made one by one."""
+    count = buffer.spec.nbytes // ITEM_BYTES[buffer.spec.dtype]
+    return isinstance(buffer, CudaBuffer) and count >= POOL // 64
 
 
 def _distribution(spec: TensorSpec) -> tuple[float, float]:
@@ -143,29 +180,6 @@ def _distribution(spec: TensorSpec) -> tuple[float, float]:
         return 0.0, SPREAD if len(spec.shape) > 1 else 0.5
     plain = name.startswith("draft.") or "linear_attn.norm" in name
     return (1.0 if plain or (form and form.offset) else 0.0), 0.1
-
-
-def _normal(
-    random: np.random.Generator, shape: Sequence[int], dtype: str, mean: float, spread: float
-) -> NDArray[Any]:
-    values = random.standard_normal(shape, np.float32) * np.float32(spread) + np.float32(mean)
-    if dtype == "int8":  # codes: every bit at random
-        return random.integers(-128, 128, shape, np.int8)
-    if dtype == "bf16":
-        bits: NDArray[Any] = (values.view(np.uint32) >> 16).astype(np.uint16)
-        return bits
-    return values.astype(NUMPY_DTYPES[dtype])
-
-
-def _fill(buffer: CudaBuffer, pool: Buffer, random: np.random.Generator) -> None:
-    """Cover a buffer with pieces of the pool from random places."""
-    item = ITEM_BYTES[buffer.spec.dtype]
-    done, total = 0, buffer.spec.nbytes
-    while done < total:
-        start = int(random.integers(0, POOL // 2)) // 8 * 8
-        size = min(total - done, (POOL - start) * item)
-        buffer.memory.copy(buffer.address + done, pool.address + start * item, size)
-        done += size
 
 
 def weight_bytes(specs: Iterable[TensorSpec], *, head: str = "") -> int:
@@ -186,22 +200,3 @@ def state_bytes(spec: EngineSpec, position: int) -> int:
         elif ".window" in pair.input or pair.input.endswith(".S"):
             total += 2 * size
     return total
-
-
-def fill_states(states: Iterable[tuple[StatePair, Iterable[Buffer]]], seed: int = 1) -> None:
-    """Put random values into every state: zeros can run faster than data."""
-    random = np.random.default_rng(seed)
-    pools: dict[str, Buffer] = {}
-    for pair, buffers in states:
-        spec = pair.tensors[0]
-        count = spec.nbytes // ITEM_BYTES[spec.dtype]
-        for buffer in set(buffers):
-            if isinstance(buffer, CudaBuffer) and count >= POOL // 64:
-                if spec.dtype not in pools:
-                    pool = pools[spec.dtype] = buffer.memory.allocate(
-                        TensorSpec("pool", spec.dtype, (POOL,))
-                    )
-                    pool.write(_normal(random, (POOL,), spec.dtype, 0.0, 0.5))
-                _fill(buffer, pools[spec.dtype], random)
-            else:
-                buffer.write(_normal(random, spec.shape, spec.dtype, 0.5, 0.1))

@@ -13,7 +13,7 @@ from eagle_chain.engines.recording import Call
 from eagle_chain.engines.spec import StatePair
 from eagle_chain.runtime.buffers import Buffer, Memory
 from eagle_chain.runtime.session import Binding, Session
-from eagle_chain.runtime.weights import converted
+from eagle_chain.runtime.weights import converted, from_bf16
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -89,5 +89,5 @@ def as_float(buffer: Buffer) -> NDArray[Any]:
     """What a buffer holds: whole numbers as they are, floats as fp32."""
     values, dtype = buffer.read(), buffer.spec.dtype
     if dtype == "bf16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        return from_bf16(values)
     return values.astype(np.float32) if dtype == "fp16" else values

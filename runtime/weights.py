@@ -84,11 +84,11 @@ def converted(stored: NDArray[Any], dtype: str, spec: TensorSpec) -> NDArray[Any
         if stored.size and (stored.min() < limits.min or stored.max() > limits.max):
             raise InputError(f"weight {spec.name} holds numbers that do not fit int32")
         return stored.astype(np.int32)
-    values = _from_bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
+    values = from_bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
     if spec.dtype == "fp32":
         return values
     with np.errstate(over="ignore"):
-        lower = _to_bf16(values) if spec.dtype == "bf16" else values.astype(np.float16)
+        lower = to_bf16(values) if spec.dtype == "bf16" else values.astype(np.float16)
     if spec.dtype == "fp16" and not np.array_equal(np.isfinite(lower), np.isfinite(values)):
         largest = np.abs(values[np.isfinite(values)]).max()
         raise InputError(
@@ -98,11 +98,13 @@ def converted(stored: NDArray[Any], dtype: str, spec: TensorSpec) -> NDArray[Any
     return lower
 
 
-def _from_bf16(bits: NDArray[Any]) -> NDArray[Any]:
+def from_bf16(bits: NDArray[Any]) -> NDArray[Any]:
+    """The numbers in fp32 that these bits (uint16) stand for."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _to_bf16(values: NDArray[Any]) -> NDArray[Any]:
+def to_bf16(values: NDArray[Any]) -> NDArray[Any]:
+    """The bits of fp32 values, rounded to nearest even."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40  # a NaN must not round to infinity
