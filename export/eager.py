@@ -100,7 +100,7 @@ def trunk_session(
 
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, rows, kept = (int(feeds[name]) for name in ("position", "rows", "kept"))
-        states = _states(spec, feeds)
+        states = states_of(spec, feeds)
         draw = None
         if options.sampling:
             share = feeds["uniform"][position : position + options.width]
@@ -128,7 +128,7 @@ def draft_session(
 
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, row = int(feeds["position"]), int(feeds["row"])
-        states = _states(spec, feeds)
+        states = states_of(spec, feeds)
         out = draft_step(
             weights, embedding, config, feeds["ids"], feeds["g"], position, row, states
         )
@@ -145,7 +145,7 @@ def mtp_session(weights: Weights, config: TrunkConfig, rows: int, options: Optio
 
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, row = int(feeds["position"]), int(feeds["row"])
-        states = _states(spec, feeds)
+        states = states_of(spec, feeds)
         given = (feeds["ids"], feeds["g"], position, row, states)
         out = mtp_step(weights, embedding, head, config, *given)
         return vars(out) | {s.output: out.states[s.input] for s in spec.states}
@@ -153,5 +153,6 @@ def mtp_session(weights: Weights, config: TrunkConfig, rows: int, options: Optio
     return EagerSession(spec, call)
 
 
-def _states(spec: EngineSpec, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def states_of(spec: EngineSpec, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states that an engine is fed, by input name."""
     return {s.input: feeds[s.input] for s in spec.states}

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import draft_prefill_spec, mtp_prefill_spec, prefill_spec
 from eagle_chain.engines.spec import Options
-from eagle_chain.export.eager import EagerSession, mtp_session
+from eagle_chain.export.eager import EagerSession, mtp_session, states_of
 from eagle_chain.export.reference import Weights, draft_step, encode, int32, trunk_step
 
 PIECE = 64  # rows at a time: S is kept after each
@@ -26,8 +26,7 @@ def prefill_session(
 
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, rows, kept = (int(feeds[name]) for name in ("position", "rows", "kept"))
-        states = {s.input: feeds[s.input] for s in spec.states}
-        outs = []
+        states, outs = states_of(spec, feeds), []
         for start in range(0, rows, PIECE):
             ids = feeds["ids"][start : min(start + PIECE, rows)]
             at = position + start
@@ -69,13 +68,11 @@ def draft_prefill_session(
 
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, rows, ids = int(feeds["position"]), int(feeds["rows"]), feeds["ids"]
-        states = {s.input: feeds[s.input] for s in spec.states}
+        states = states_of(spec, feeds)
         g = encode(weights, config, feeds["features"])
         out = draft_step(weights, embedding, config, ids, g, position, rows - 1, states)
-        return {
-            s.output: _emptied(out.states[s.input], position + rows, position + len(ids))
-            for s in spec.states
-        }
+        written = {s.output: out.states[s.input] for s in spec.states}
+        return _valid_rows(written, position, rows, len(ids))
 
     return EagerSession(spec, call)
 
@@ -88,14 +85,19 @@ def mtp_prefill_session(weights: Weights, config: TrunkConfig, options: Options)
     def call(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         position, rows, ids = int(feeds["position"]), int(feeds["rows"]), feeds["ids"]
         given = {"ids": ids, "g": feeds["hidden"], "position": feeds["position"]}
-        states = {s.input: feeds[s.input] for s in spec.states}
-        out = step.call({**given, "row": int32(rows - 1), **states})
-        return {
-            s.output: _emptied(out[s.output], position + rows, position + len(ids))
-            for s in spec.states
-        }
+        out = step.call({**given, "row": int32(rows - 1), **states_of(spec, feeds)})
+        written = {s.output: out[s.output] for s in spec.states}
+        return _valid_rows(written, position, rows, len(ids))
 
     return EagerSession(spec, call)
+
+
+def _valid_rows(
+    written: Mapping[str, Tensor], position: int, rows: int, width: int
+) -> dict[str, Tensor]:
+    """KV planes that a call over `width` rows has written, with nothing behind the valid ones."""
+    end = position + width
+    return {name: _emptied(cache, position + rows, end) for name, cache in written.items()}
 
 
 def _emptied(cache: Tensor, start: int, end: int) -> Tensor:

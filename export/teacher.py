@@ -30,6 +30,7 @@ from eagle_chain.export.eager import (
     load_draft,
     load_weights,
     mtp_session,
+    states_of,
     trunk_session,
     zero_states,
 )
@@ -186,15 +187,13 @@ class Teacher:
         # the prompt shifted by one: never the trunk's choices, but behind its end
         follows = behind[0] if behind else choices[-1]
         shifted = _padded([*row[1:], follows], width)
-        if wide and "draft_prefill" in self.sessions:
-            places = {name: _ints(counters[name]) for name in ("position", "rows")}
-            fed = {"ids": shifted, "features": out["features"], **places}
-            self._run("draft_prefill", fed)
-        if wide and "mtp_prefill" in self.sessions:
-            places = {name: _ints(counters[name]) for name in ("position", "rows")}
-            self._run("mtp_prefill", {"ids": shifted, "hidden": out["hidden"], **places})
         if not wide:
             self._draft(shifted, out, counters["position"], len(row) - 1)
+            return choices
+        for follower, read in (("draft_prefill", "features"), ("mtp_prefill", "hidden")):
+            if follower in self.sessions:
+                places = {name: _ints(counters[name]) for name in ("position", "rows")}
+                self._run(follower, {"ids": shifted, read: out[read], **places})
         return choices
 
     def _verify(self, pending: int, round: Round, counters: Mapping[str, int]) -> list[int]:
@@ -223,7 +222,7 @@ class Teacher:
         while True:
             fed = self._fed([pending, *drafts], self.width, counters) | self._drawing
             session = self.sessions["trunk"]
-            out = session.run({**fed, **self._states_of(session)})
+            out = session.run({**fed, **states_of(session.spec, self.states)})
             better = out["next_ids"].tolist()[: round.rows - 1]
             if round.accepted < len(better):
                 better[round.accepted] = (better[round.accepted] + 1) % self.vocabulary
@@ -244,8 +243,10 @@ class Teacher:
         guess = self._run(extend, fed)
         for _ in range(STEPS):
             fed = {
-                **{"ids": guess["token"], "g": guess["g_next"]},
-                **{"position": guess["next_position"], "row": _ints(0)},
+                "ids": guess["token"],
+                "g": guess["g_next"],
+                "position": guess["next_position"],
+                "row": _ints(0),
             }
             guess = self._run(step, fed)
 
@@ -254,14 +255,14 @@ class Teacher:
         taken = self._taken(engine)
         fed = {name: value.to(taken[name]).to(value.dtype) for name, value in fed.items()}
         session = self.sessions[engine]
-        out = session.run({**fed, **self._states_of(session)})
+        out = session.run({**fed, **states_of(session.spec, self.states)})
         self._note(engine, fed, out)
         return out
 
     def _note(self, engine: str, fed: Tensors, out: Tensors) -> None:
         """Keep a call; the states move on."""
         session, taken = self.sessions[engine], self._taken(engine)
-        states = self._states_of(session)
+        states = states_of(session.spec, self.states)
         inputs = {**fed, **states} if self._whole else fed
         grown = int(fed["position"]) + len(fed["ids"]) if session.spec.states else 0
         cut = {} if self._whole else {s.output: s.rows_axis for s in session.spec.states}
@@ -279,9 +280,6 @@ class Teacher:
         """The dtypes that the bundle's engine takes."""
         spec = self.manifest.specs[engine]
         return {t.name: TORCH_TYPES[t.dtype] for t in spec.all_inputs}
-
-    def _states_of(self, session: EagerSession) -> Tensors:
-        return {pair.input: self.states[pair.input] for pair in session.spec.states}
 
 
 def _head(value: Tensor, axis: int | None, rows: int) -> Tensor:

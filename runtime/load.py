@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,7 @@ class Engines:
         """Make a chain with a cache of its own.
 
         Args:
-            drafter: One of `drafters`; None is `default_drafter`.
+            drafter: One of `drafters`; None is the best that has weights, see `chosen_drafter`.
             draft_kv: "kept" over the whole sequence, or "scratch" per round.
             rollback: "log" or "replay", see `Chain`.
             ahead: Whether the device decides, see `Chain`.
@@ -128,11 +129,6 @@ class Engines:
         """What two chains must have in common to exchange snapshots."""
         return identity(self.manifest, self.backend)
 
-    @property
-    def default_drafter(self) -> DrafterName:
-        """The draft of the bundle, else the trunk's own head, else none."""
-        return chosen_drafter(self.manifest, None)
-
     def of_capacity(self, capacity: int) -> dict[str, Session]:
         """The sessions of one capacity by their plain names, with those that serve any."""
         options = self.manifest.options
@@ -145,14 +141,14 @@ class Engines:
 
     def _drafter(
         self,
-        s: Mapping[str, Session],
+        sessions: Mapping[str, Session],
         cache: Cache,
         name: DrafterName | None,
         draft_kv: DraftKV,
     ) -> Drafter:
         name = chosen_drafter(self.manifest, name)
         if name in DRAFT_ENGINES:
-            return engine_drafter(name, s, cache, draft_kv)
+            return engine_drafter(name, sessions, cache, draft_kv)
         return NgramDrafter(cache) if name == "ngram" else NoDrafter()
 
 
@@ -264,10 +260,8 @@ def open_engines(
     if backend in FLAVOURS:
         return Engines(manifest, backend, *trt.open_sessions(folder, manifest, backend), stop_ids)
     if backend == "onnxruntime-cuda":
-        try:
+        with _naming_the_way_out(folder, manifest):
             return Engines(manifest, backend, *ort_cuda.open_sessions(folder, manifest), stop_ids)
-        except NoDevice as error:
-            raise InputError(f"{error}; {_without_gpu(folder, manifest)}") from None
     if bound:
         return Engines(manifest, backend, *open_bound(folder, manifest, threads), stop_ids)
     memory = HostMemory()
@@ -278,16 +272,21 @@ def open_engines(
     return Engines(manifest, backend, memory, sessions, stop_ids)
 
 
-def _without_gpu(folder: Path, manifest: Manifest) -> str:
-    """What somebody with a bundle for ONNX Runtime on a GPU, and no GPU, can do."""
+@contextmanager
+def _naming_the_way_out(folder: Path, manifest: Manifest) -> Iterator[None]:
+    """Say, where there is no GPU, what somebody with a bundle for ONNX Runtime on one can do."""
     options = manifest.options
-    if not options.profile.startswith("ort-") and options.dtype != "bf16":
-        return "--backend onnxruntime-cpu runs this bundle"
-    what = f"{options.dtype}, profile {options.profile}"
-    return (
-        f"{folder} ({what}) is for one: for the CPU export it again with --profile portable"
-        f"{' --dtype fp32' if options.dtype == 'bf16' else ''}"
-    )
+    way_out = "--backend onnxruntime-cpu runs this bundle"
+    if options.profile.startswith("ort-") or options.dtype == "bf16":
+        way_out = (
+            f"{folder} ({options.dtype}, profile {options.profile}) is for one: for the CPU "
+            "export it again with --profile portable"
+            f"{' --dtype fp32' if options.dtype == 'bf16' else ''}"
+        )
+    try:
+        yield
+    except NoDevice as error:
+        raise InputError(f"{error}; {way_out}") from None
 
 
 def check_threads(threads: int | None) -> None:
@@ -330,10 +329,8 @@ def check_runs(folder: Path, manifest: Manifest, backend: Backend) -> None:
         find_plans(folder, manifest, machine(load_flavour(backend), device_info()))
         return
     if backend == "onnxruntime-cuda":
-        try:
+        with _naming_the_way_out(folder, manifest):
             device_info()
-        except NoDevice as error:
-            raise InputError(f"{error}; {_without_gpu(folder, manifest)}") from None
     importlib.import_module("onnxruntime")
 
 

@@ -25,7 +25,7 @@ from eagle_chain.export.bundle import Pair, weight_table
 from eagle_chain.export.checkpoint import open_mtp, open_trunk
 from eagle_chain.export.graph import STANDARD_PROFILES, build_graphs
 from eagle_chain.runtime.drafters import EagleDrafter
-from eagle_chain.runtime.load import Engines, open_engines
+from eagle_chain.runtime.load import Engines, chosen_drafter, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
 from tests.mtp_oracle import MtpOracle
 from tests.onnx_engine import Arrays, OnnxEngine
@@ -258,7 +258,7 @@ def test_a_bundle_without_a_draft_has_the_other_drafters(engines: Engines) -> No
     manifest = engines.manifest
     assert manifest.draft is None and manifest.mtp
     assert manifest.specs.keys() == set(MADE)
-    assert engines.drafters == ("mtp", "ngram", "none") and engines.default_drafter == "mtp"
+    assert engines.drafters == ("mtp", "ngram", "none") and chosen_drafter(manifest, None) == "mtp"
     assert "features" not in {t.name for t in manifest.specs["trunk"].outputs}
     assert manifest.ignored == {"visual": 2}
     with pytest.raises(InputError, match="holds no EAGLE draft: export it with one"):
