@@ -32,6 +32,11 @@ class Counters:
     pending: int | None
     call: tuple[int, ...]
 
+    @property
+    def rows(self) -> int:
+        """Rows of a KV cache that are copied: those of all tokens, and one of an empty sequence."""
+        return max(1, len(self.tokens))
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -133,7 +138,7 @@ class Cache:
         `rows` counts the ids with those that somebody else will put behind them.
         """
         inputs = self.inputs[self.parity]
-        inputs["ids"].write(self._padded(ids))
+        inputs["ids"].write(padded(ids, self.width))
         inputs["position"].write(len(self.tokens))
         inputs["rows"].write(len(ids) if rows is None else rows)
         inputs["kept"].write(self.kept)
@@ -163,7 +168,7 @@ class Cache:
         The trunk leaves the same there itself, if `token` is its choice and nothing was cut.
         """
         outputs = self.outputs[self.parity]
-        outputs["next_ids"].write(self._padded([*self.tokens[self.position + 1 :], token]))
+        outputs["next_ids"].write(padded([*self.tokens[self.position + 1 :], token], self.width))
         outputs["accepted"].write(self.kept - 1)
         self.inputs[1 - self.parity]["position"].write(self.position)
 
@@ -232,21 +237,25 @@ class Cache:
             into: An earlier snapshot of this cache, also without KV, whose buffers are used again.
         """
         assert into is None or not kv, "copies of KV caches are as long as the sequence was"
-        counters, live = self.counters, max(1, len(self.tokens))
+        counters = self.counters
         into = into or self.blank(counters, kv=kv)
         for (pair, buffers), copy in zip(self._states, into.buffers, strict=True):
             if copy is not None:
-                _copy_state(copy, buffers[self.parity], pair, live)
+                _copy_state(copy, buffers[self.parity], pair, counters.rows)
         for copy, buffer in zip(into.outputs, self._features(), strict=True):
             copy.copy_from(buffer)
         return Snapshot(counters, into.buffers, into.outputs, self.engines)
 
     def blank(self, counters: Counters, *, kv: bool = True) -> Snapshot:
         """A snapshot of a sequence of zeros, to be filled."""
-        live = max(1, len(counters.tokens))
+
+        def blank(pair: StatePair) -> Buffer | None:
+            is_kv = pair.rows_axis is not None
+            return self.memory.allocate(_copied(pair, counters)) if kv or not is_kv else None
+
         return Snapshot(
             counters,
-            tuple(self._allocate_copy(pair, live, kv) for pair, _ in self._states),
+            tuple(blank(pair) for pair, _ in self._states),
             tuple(self.memory.allocate(b.spec) for b in self._features()),
             self.engines,
         )
@@ -276,19 +285,15 @@ class Cache:
         self, states: Sequence[Buffer | None], outputs: Sequence[Buffer], counters: Counters
     ) -> None:
         """Copy what is live of these states and outputs, and stand where they stood."""
-        live = max(1, len(counters.tokens))
         for (pair, buffers), source in zip(self._states, states, strict=True):
             target = buffers[self.parity]
             if source is not None:
                 if pair.rows_axis is not None:
                     target.zero()  # rows of another sequence: a NaN there would spread
-                _copy_state(target, source, pair, live)
+                _copy_state(target, source, pair, counters.rows)
         for target, source in zip(self._features(), outputs, strict=True):
             target.copy_from(source)
         self.stand(counters)
-
-    def _padded(self, ids: Sequence[int]) -> list[int]:
-        return [*ids, *[-1] * (self.width - len(ids))]
 
     def _left(self, trunk: EngineSpec, inputs: Mapping[str, Buffer]) -> dict[str, Buffer]:
         """The outputs that a call leaves beside the inputs of the next one."""
@@ -310,30 +315,32 @@ class Cache:
         outputs = self.outputs[self.parity]
         return [outputs[name] for name in FEATURES if name in outputs]
 
-    def _allocate_copy(self, pair: StatePair, live: int, kv: bool) -> Buffer | None:
-        shape = list(pair.shape)
-        if pair.rows_axis is not None:
-            if not kv:
-                return None
-            shape[pair.rows_axis] = live
-        return self.memory.allocate(TensorSpec(pair.input, pair.dtype, tuple(shape)))
-
     def _fits(self, snapshot: Snapshot) -> bool:
         if snapshot.engines != self.engines or len(snapshot.buffers) != len(self._states):
             return False
-        live = max(1, len(snapshot.counters.tokens))
         for (pair, _), copy in zip(self._states, snapshot.buffers, strict=True):
-            shape = list(pair.shape)
-            if pair.rows_axis is not None:
-                shape[pair.rows_axis] = live
-            if copy and (copy.spec.dtype, copy.spec.shape) != (pair.dtype, tuple(shape)):
+            want = _copied(pair, snapshot.counters)
+            if copy and (copy.spec.dtype, copy.spec.shape) != (want.dtype, want.shape):
                 return False
         return len(snapshot.counters.tokens) <= self.capacity
 
 
-def _copy_state(target: Buffer, source: Buffer, pair: StatePair, live: int) -> None:
-    """Copy a whole state, or the `live` rows of a KV cache."""
+def padded(ids: Sequence[int], rows: int) -> list[int]:
+    """Ids for a call of so many rows: -1, no token, behind the last."""
+    return [*ids, *[-1] * (rows - len(ids))]
+
+
+def _copied(pair: StatePair, counters: Counters) -> TensorSpec:
+    """The copy of a state in a snapshot: whole, or the rows of a KV cache up to the sequence's."""
+    shape = list(pair.shape)
+    if pair.rows_axis is not None:
+        shape[pair.rows_axis] = counters.rows
+    return TensorSpec(pair.input, pair.dtype, tuple(shape))
+
+
+def _copy_state(target: Buffer, source: Buffer, pair: StatePair, rows: int) -> None:
+    """Copy a whole state, or so many rows of a KV cache."""
     if pair.rows_axis is None:
         target.copy_from(source)
     else:
-        target.copy_from(source, live, axis=pair.rows_axis)
+        target.copy_from(source, rows, axis=pair.rows_axis)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.runtime.buffers import Buffer
-from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.cache import Cache, padded
 from eagle_chain.runtime.session import Binding, Session
 
 DraftKV = Literal["kept", "scratch"]
@@ -215,7 +215,7 @@ class EagleDrafter:
         ids, late = self._ids, self._late
         if not ids:
             return
-        late["ids"].write([*ids, *[-1] * (self.cache.width - len(ids))])
+        late["ids"].write(padded(ids, self.cache.width))
         late["position"].write(self._start)
         late["row"].write(len(ids) - 1)
         for _, part in self._late_runs[self.cache.parity]:

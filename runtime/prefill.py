@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eagle_chain.runtime.buffers import Buffer
-from eagle_chain.runtime.cache import Cache
+from eagle_chain.runtime.cache import Cache, padded
 from eagle_chain.runtime.session import Binding, Session
 
 # A call that is not full costs as much as one that is. It is worth that from so many rows on, as a
@@ -82,7 +82,7 @@ class Prefill:
             False if the logits after the last of them are not finite: the sequence is as before.
         """
         cache = self.cache
-        self._inputs["ids"].write(self._padded(ids))
+        self._inputs["ids"].write(padded(ids, self.rows))
         self._inputs["position"].write(len(cache.tokens))
         self._inputs["rows"].write(len(ids))
         self._inputs["kept"].write(cache.kept)
@@ -92,10 +92,7 @@ class Prefill:
             cache.wipe()  # rows that are not numbers, further on than the next calls write
             return False
         if draft and self._follow is not None:
-            self._next.write(self._padded([*ids[1:], follows]))
+            self._next.write(padded([*ids[1:], follows], self.rows))
             self._follow.run()
         cache.absorb(ids, pending)
         return True
-
-    def _padded(self, ids: Sequence[int]) -> list[int]:
-        return [*ids, *[-1] * (self.rows - len(ids))]

@@ -122,7 +122,7 @@ def test_prompts_of_every_length_up_to_the_capacity() -> None:
 # --- mutants of style.md 5.2: break the source, see which property notices ---
 
 COMMIT = "cache.commit(len(tokens), tokens[-1])\n        return Round(tokens, len(drafts)"
-SHIFTED = "self._padded([*self.tokens[self.position + 1 :], token])"
+SHIFTED = "[*self.tokens[self.position + 1 :], token]"
 MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
     "rollback one short": (
         decoder_module,
@@ -163,7 +163,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, set[str]]] = {
     "drafter fed the wrong token": (
         cache_module,
         SHIFTED,
-        "self._padded(self.tokens[self.position :])",
+        "self.tokens[self.position :]",
         {"guesses"},
     ),
     "draft rows one position late": (
