@@ -132,14 +132,14 @@ class Recipe:
         """The manifest's entry for a plan made by this recipe."""
         target = self.target
         return Plan(
-            sha256,
-            target.flavour,
-            target.version,
-            target.gpu,
-            " ".join(target.compute_capabilities),
-            source_hash(manifest, engine, self.weights),
-            self.weights,
-            self.options,
+            sha256=sha256,
+            flavour=target.flavour,
+            version=target.version,
+            gpu=target.gpu,
+            compute_capability=" ".join(target.compute_capabilities),
+            source=source_hash(manifest, engine, self.weights),
+            weights=self.weights,
+            options=self.options,
         )
 
 
@@ -231,29 +231,22 @@ def _build(
     _check_inside(folder)
     place, others = _places(folder, manifest, target)
     final = Path(os.path.realpath(folder), place)
-    request = Request(
-        target.flavour,
-        (),
-        target.compute_capabilities,
-        arguments.device,
-        arguments.level,
-        arguments.workspace,
-        str(final.with_name(f"{Path(target.folder).name}.timing.cache")),
-    )
     plans = {n: p for n, p in manifest.plans.items() if str(PurePosixPath(n).parent) not in others}
     with staged(final, lambda there: None) as staging:
-        jobs = []
-        for name, engine in engines.items():
-            spec, graph = manifest.specs[name], folder / f"{name}.onnx"
-            inputs = spec.all_inputs
-            if recipe.weights == "bound":
-                graph = staging / f".{name}.onnx"
-                graph.write_bytes(engine.model.SerializeToString())
-                inputs += tuple(engine.weights)
-            plan = str(staging / f"{name}.plan")
-            path = str(Path(os.path.realpath(graph.parent), graph.name))
-            jobs.append(Job(name, path, plan, inputs, spec.all_outputs))
-        reports = compile_all(replace(request, jobs=tuple(jobs)), staging)
+        jobs = tuple(
+            _job(folder, staging, manifest.specs[name], engine, recipe.weights)
+            for name, engine in engines.items()
+        )
+        request = Request(
+            flavour=target.flavour,
+            jobs=jobs,
+            compute_capabilities=target.compute_capabilities,
+            device=arguments.device,
+            level=arguments.level,
+            workspace=arguments.workspace,
+            timing_cache=str(final.with_name(f"{Path(target.folder).name}.timing.cache")),
+        )
+        reports = compile_all(request, staging)
         for job in jobs:
             digest = file_hash(Path(job.plan))
             plans[f"{place}/{job.name}.plan"] = recipe.plan(manifest, job.name, digest)
@@ -268,6 +261,17 @@ def _build(
     for other in others:
         shutil.rmtree(folder / other, ignore_errors=True)
     return place, reports
+
+
+def _job(folder: Path, staging: Path, spec: EngineSpec, engine: Engine, weights: str) -> Job:
+    """What the compiler gets: a graph of the bundle, or one beside the plan with bound weights."""
+    graph, inputs = folder / f"{spec.name}.onnx", spec.all_inputs
+    if weights == "bound":
+        graph = staging / f".{spec.name}.onnx"
+        graph.write_bytes(engine.model.SerializeToString())
+        inputs += tuple(engine.weights)
+    path = str(Path(os.path.realpath(graph.parent), graph.name))
+    return Job(spec.name, path, str(staging / f"{spec.name}.plan"), inputs, spec.all_outputs)
 
 
 def _unchanged(folder: Path, manifest: Manifest) -> Manifest:

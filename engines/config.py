@@ -192,43 +192,15 @@ class DraftConfig:
         """
         read = Reader(where, data)
         everywhere = draft_places(read)
-
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "attention_heads"):
-            read.integer(name, KEYS.get(name, name), SIZES[name])
-        known = read.values
-        # What a Llama config may leave out, by Llama's own rules.
-        if read.present("head_dim") or not {"hidden_size", "attention_heads"} <= known.keys():
-            read.integer("head_dim", "head_dim", SIZES["head_dim"])
-        elif known["hidden_size"] % known["attention_heads"]:
-            read.note("head_dim", None, "the width of a head, as heads do not divide hidden_size")
-        else:
-            known["head_dim"] = known["hidden_size"] // known["attention_heads"]
-        for name, same in (
-            ("kv_heads", "attention_heads"),
-            ("draft_vocab_size", "vocab_size"),
-            ("trunk_hidden_size", "hidden_size"),
-        ):
-            if same in known or read.present(KEYS.get(name, name)):
-                read.integer(name, KEYS.get(name, name), SIZES[name], known.get(same))
-        read.number("norm_eps", "rms_norm_eps", limits=NORM_EPS)
-
         depth = len(trunk.layer_types)
-        overrides.check(known.get("head_dim"), depth)
-        places = _rope_places(read)
-        if overrides.rotary_dim is None:
-            _read_rotary_dim(read, places, default=1.0)
-        else:
-            known["rotary_dim"] = overrides.rotary_dim
-        rotary = ("rope_theta", "rope_theta", "rotary_emb_base")
-        if overrides.rope_theta is None:
-            read.number(*rotary, limits=ROPE_THETA, places=places)
-        else:
-            known["rope_theta"] = float(overrides.rope_theta)
+        _read_draft_sizes(read)
+        overrides.check(read.values.get("head_dim"), depth)
+        _read_draft_rotation(read, overrides)
         read_variant(read, everywhere, overrides)
-        if known.get("draft_vocab_size", -1) == known.get("vocab_size"):
+        if read.values.get("draft_vocab_size", -1) == read.values.get("vocab_size"):
             tied = read.find("tie_word_embeddings")
             if tied is not None and tied[1] is True:  # a part of a vocabulary cannot be tied
-                known["head"] = EMBEDDINGS[0]
+                read.values["head"] = EMBEDDINGS[0]
         _check_same_trunk(read, trunk)
         read_aux(read, everywhere, depth, overrides)
         read.problems += size_problems(read.values, KEYS)
@@ -245,6 +217,41 @@ def _check_model_type(read: Reader, supported: tuple[str, ...]) -> None:
     for prefix, kind in found:
         if kind is not None and kind not in supported:
             read.note(f"{prefix}model_type", kind, wanted, action)
+
+
+def _read_draft_sizes(read: Reader) -> None:
+    """The sizes of a draft; what a Llama config may leave out, by Llama's own rules."""
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "attention_heads"):
+        read.integer(name, KEYS.get(name, name), SIZES[name])
+    known = read.values
+    if read.present("head_dim") or not {"hidden_size", "attention_heads"} <= known.keys():
+        read.integer("head_dim", "head_dim", SIZES["head_dim"])
+    elif known["hidden_size"] % known["attention_heads"]:
+        read.note("head_dim", None, "the width of a head, as heads do not divide hidden_size")
+    else:
+        known["head_dim"] = known["hidden_size"] // known["attention_heads"]
+    for name, same in (
+        ("kv_heads", "attention_heads"),
+        ("draft_vocab_size", "vocab_size"),
+        ("trunk_hidden_size", "hidden_size"),
+    ):
+        if same in known or read.present(KEYS.get(name, name)):
+            read.integer(name, KEYS.get(name, name), SIZES[name], known.get(same))
+    read.number("norm_eps", "rms_norm_eps", limits=NORM_EPS)
+
+
+def _read_draft_rotation(read: Reader, overrides: DraftOverrides) -> None:
+    """Rotary dims and base, as a user has them or else the file."""
+    places = _rope_places(read)
+    if overrides.rotary_dim is None:
+        _read_rotary_dim(read, places, default=1.0)
+    else:
+        read.values["rotary_dim"] = overrides.rotary_dim
+    if overrides.rope_theta is None:
+        keys = ("rope_theta", "rotary_emb_base")
+        read.number("rope_theta", *keys, limits=ROPE_THETA, places=places)
+    else:
+        read.values["rope_theta"] = float(overrides.rope_theta)
 
 
 def _rope_places(read: Reader) -> list[Place]:

@@ -42,7 +42,12 @@ KEYS = {
 }
 LAYER_KINDS = ("linear_attention", "full_attention")
 DRAFT_FLAGS = (
-    *("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm", "fc"),
+    "norm_before_fc",
+    "fc_norm",
+    "norm_before_residual",
+    "norm_output",
+    "qk_norm",
+    "fc",
     "absolute_d2t",
 )
 # Weights of a draft that may be the trunk's; own ones have `draft.` before the name.

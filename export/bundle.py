@@ -134,26 +134,17 @@ def write_bundle(
         copy: Whether weight files are copied into the bundle instead of linked.
         arguments: Of the export command, for the sentence that says how to make it again.
     """
-    for _, _, checkpoint in pair.checkpoints:
-        if _resolved(target) in [
-            _resolved(checkpoint.folder),
-            *_resolved(checkpoint.folder).parents,
-        ]:
-            raise InputError(
-                f"{target}: holds the checkpoint {checkpoint.folder} and would replace it; "
-                "choose another folder for the bundle"
-            )
+    _check_apart(target, pair)
     table = weight_table(pair)
     mtp = pair.mtp is not None
     specs = engine_specs(pair.trunk_config, pair.draft_config, options, mtp)
     with staged(target, _check_replaceable) as folder:
-        graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options, mtp)
         hashes = {}
+        graphs = build_graphs(pair.trunk_config, pair.draft_config, table, options, mtp)
         for name, model in graphs.items():
             check_graph(model, specs[name], options.profile)
-            content = model.SerializeToString(deterministic=True)
-            (folder / f"{name}.onnx").write_bytes(content)
-            hashes[f"{name}.onnx"] = hashlib.sha256(content).hexdigest()
+            path = folder / f"{name}.onnx"
+            hashes[path.name] = write_graph(path, model)
         files = _place_weights(folder, target, pair, copy)
         if copy:  # the bundle stands alone: what any ONNX tool sees must hold together
             for name in hashes:
@@ -176,6 +167,13 @@ def write_bundle(
         manifest = replace(manifest, plans=carry(target, folder, manifest))
         manifest.save(folder)
         return manifest
+
+
+def write_graph(path: Path, model: onnx.ModelProto) -> str:
+    """Write a graph, the same one always in the same bytes, and return its SHA-256."""
+    content = model.SerializeToString(deterministic=True)
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def weight_table(pair: Pair) -> dict[str, Weight]:
@@ -223,6 +221,17 @@ def check_graph(model: onnx.ModelProto, spec: EngineSpec, profile: str) -> None:
 
 def _resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))
+
+
+def _check_apart(target: Path, pair: Pair) -> None:
+    """Refuse to put a bundle where a checkpoint is, or around one."""
+    for _, _, checkpoint in pair.checkpoints:
+        place = _resolved(checkpoint.folder)
+        if _resolved(target) in (place, *place.parents):
+            raise InputError(
+                f"{target}: holds the checkpoint {checkpoint.folder} and would replace it; "
+                "choose another folder for the bundle"
+            )
 
 
 def _check_replaceable(target: Path) -> None:

@@ -131,7 +131,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--aux-layers",
-        type=_numbers,
+        type=_layers,
         metavar="LAYERS",
         help="trunk layers that the draft reads the outputs of, like 1,15,28",
     )
@@ -215,15 +215,15 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         prefill = min(PREFILL, capacity // PREFILL_STEP * PREFILL_STEP)
         prefill = prefill if prefill >= arguments.width else 0  # calls of the width are as wide
     options = Options(
-        arguments.width,
-        capacity,
-        arguments.dtype,
-        arguments.profile,
-        arguments.debug,
-        arguments.kv,
-        prefill,
-        arguments.sampling,
-        tuple(smaller),
+        width=arguments.width,
+        capacity=capacity,
+        dtype=arguments.dtype,
+        profile=arguments.profile,
+        debug=arguments.debug,
+        kv=arguments.kv,
+        prefill=prefill,
+        sampling=arguments.sampling,
+        smaller=tuple(smaller),
     )
     check_options(options)
     return options
@@ -263,19 +263,18 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _capacities(text: str) -> tuple[int, ...]:
+    return _numbers(text, "a number of tokens, or several like 2048,8192,32768")
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return _numbers(text, "layers with commas between, like 1,15,28")
+
+
+def _numbers(text: str, wanted: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        message = f"got {text!r}, wanted a number of tokens, or several like 2048,8192,32768"
-        raise argparse.ArgumentTypeError(message) from None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        message = f"got {text!r}, wanted layers with commas between, like 1,15,28"
-        raise argparse.ArgumentTypeError(message) from None
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}") from None
 
 
 def _truth(text: str) -> bool:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Author every graph of the plan over the weights that the bundle names; none is read."""
-    from eagle_chain.export.bundle import check_graph
+    from eagle_chain.export.bundle import check_graph, write_graph
     from eagle_chain.export.graph import build_graphs
 
     manifest = Manifest.load(arguments.bundle)
@@ -45,6 +45,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
         spec = engine_specs(manifest.trunk, draft, options, mtp)[engine]
         check_graph(graphs[engine], spec, options.profile)
         path = arguments.output / f"{name}.onnx"
-        path.write_bytes(graphs[engine].SerializeToString(deterministic=True))
+        write_graph(path, graphs[engine])
         written.append(str(path))
     return Outcome({"graphs": written})

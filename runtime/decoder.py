@@ -54,7 +54,13 @@ class Decoder:
             room, out_of_room = request.max_new_tokens, "length"
         tokens = cut([self._pending], room, request.stops)
         reason = request.finish(tokens, room, out_of_room)
-        yield Round(tokens, 0, 0, len(request.prompt), calls, seconds, 0.0, reason)
+        yield Round(
+            tokens,
+            prompt_tokens=len(request.prompt),
+            trunk_calls=calls,
+            seconds=seconds,
+            finish_reason=reason,
+        )
         asked: int | None = None
         while reason is None:
             room -= len(tokens)
