@@ -291,41 +291,13 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-def test_300_requests_and_15_opens_keep_memory_flat(bundle: Path, loaded: Engines) -> None:
-    """Mixed lengths, drafting on and off, cancelled; the last 50 draft as the first 50 did.
-
-    A leak grows in every stretch, the allocator's own moods only in some.
-    """
-    chain = loaded.chain(rollback="replay")
-    eagle, plain = chain.drafter, loaded.chain(drafter="none")
-    prompts = [prompt(i, 1 + i % 9) for i in range(10)]
-    truths = [[*p, *plain.generate(p, max_new_tokens=9, stop_ids=()).tokens] for p in prompts]
-
-    def request(i: int) -> Any:
-        ids, truth = prompts[i % 10], truths[i % 10]
-        script = Script(chain.cache, truth, itertools.cycle([4, 1, 2]), vocab=VOCAB)
-        chain.drafter = drafter = Scripted(eagle, script)
-        k = (4, 0, 2)[i % 50 % 3]
-        if i % 50 % 7 == 3:
-            return list(itertools.islice(chain.stream(ids, k=k, stop_ids=()), 3))
-        result = chain.generate(ids, max_new_tokens=8, k=k, stop_ids=())
-        assert result.tokens == truth[len(ids) :][:8]
-        return result.tokens, result.stats.accepted_at, drafter.guesses
-
-    growths, made = list[int](), list[Any]()
-    for stretch in range(6):
-        start = resident()
-        made.append([request(50 * stretch + i) for i in range(50)])
-        growths.append(resident() - start)
-    assert made[-1] == made[0]
-    assert sum(sum(result[1]) for result in made[0] if isinstance(result, tuple)) > 50
-    assert min(growths[1:]) < 64 * 1024
-
-    growths = []
+def test_15_opens_keep_memory_flat(bundle: Path) -> None:
+    """A leak grows in every stretch, the allocator's own moods only in some."""
+    growths = list[int]()
     for _ in range(3):
         start = resident()
         for _ in range(5):
-            load(bundle, threads=1).generate(prompts[0], max_new_tokens=2)
+            load(bundle, threads=1).generate(prompt(0, 1), max_new_tokens=2)
         growths.append(resident() - start)
     assert min(growths) < 256 * 1024
 
