@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,14 +111,15 @@ def distance(got: Array, want: Array) -> Distance:
     return Distance(max(0.0, 1 - cosine), abs(ours / theirs - 1), float(error.max()))
 
 
-@dataclass
-class _Planes:
-    """The planes of one KV cache, and the first of them in the spec."""
+@dataclass(frozen=True, eq=False)
+class _Output:
+    """One output of a call: its place in the spec, what came out and what should have."""
 
+    call: Call
     tensor: TensorSpec
     place: int
-    got: Arrays = field(default_factory=dict)
-    want: Arrays = field(default_factory=dict)
+    got: Array
+    want: Array
 
 
 class Comparison:
@@ -180,29 +181,30 @@ class Comparison:
         if call.engine not in self._engines:
             self._engines.append(call.engine)
         tie = False
-        planes: dict[str, _Planes] = {}
+        planes: dict[str, dict[str, _Output]] = {}  # of each KV cache, by suffix
         for place, tensor in enumerate(self.manifest.specs[call.engine].all_outputs):
-            want, plane = self.wanted(call, tensor.name), plane_of(tensor.name)
-            here = got[tensor.name]
-            if want is not None and self._has_rows(call, tensor):  # the others are padding
-                here, want = (values[: int(call.inputs["rows"][0])] for values in (here, want))
-            if want is not None and plane is not None:
-                cache = planes.setdefault(plane[0], _Planes(tensor, place))
-                cache.got[plane[1]], cache.want[plane[1]] = here, want
-            elif want is None:
+            here, want = got[tensor.name], self.wanted(call, tensor.name)
+            if want is None:
                 self.unknown[f"{call.engine}: {tensor.name.removesuffix('.next')}"] = None
+                continue
+            if self._has_rows(call, tensor):  # the others are padding
+                here, want = (values[: int(call.inputs["rows"][0])] for values in (here, want))
+            output = _Output(call, tensor, place, here, want)
+            if plane := plane_of(tensor.name):
+                planes.setdefault(plane[0], {})[plane[1]] = output
             elif self._is_choice(call.engine, tensor.name):
-                tie |= self._choices(call, tensor, place, here, want)
+                tie |= self._choices(output)
             elif tensor.dtype == "int32":
                 if not (tie and tensor.name in CHOSEN):
-                    self._numbers(call, tensor, place, here, want)
+                    self._numbers(output)
             else:
-                self._floats(call, tensor, place, here, want)
-        for name, cache in planes.items():
-            rows = next(iter(cache.want.values())).shape[2]  # a recording may end at the last one
-            ours = {suffix: values[:, :, :rows] for suffix, values in cache.got.items()}
-            pair = decoded(ours), decoded(cache.want)
-            self._floats(call, cache.tensor, cache.place, *pair, label=name)
+                self._floats(output)
+        for cache, parts in planes.items():
+            first = next(iter(parts.values()))
+            rows = first.want.shape[2]  # a recording may end at the last one
+            ours = decoded({suffix: part.got[:, :, :rows] for suffix, part in parts.items()})
+            theirs = decoded({suffix: part.want for suffix, part in parts.items()})
+            self._floats(replace(first, got=ours, want=theirs), label=cache)
 
     def wanted(self, call: Call, name: str) -> Array | None:
         """What the reference has for an output, in the layout of the bundle's profile."""
@@ -225,77 +227,60 @@ class Comparison:
         alone = all(t.name != "next_ids" for t in self.manifest.specs[engine].outputs)
         return name in CHOICES or (name == "pending" and alone)
 
-    def _floats(
-        self,
-        call: Call,
-        tensor: TensorSpec,
-        place: int,
-        got: Array,
-        want: Array,
-        label: str = "",
-    ) -> None:
-        axis = self._axes.get((call.engine, tensor.name))
+    def _floats(self, output: _Output, label: str = "") -> None:
+        call, got, want = output.call, output.got, output.want
+        axis = self._axes.get((call.engine, output.tensor.name))
         if axis is not None:  # rows that no call has reached hold nothing
             start = int(call.inputs["position"][0])
             end = start + len(call.inputs["ids"])
-            verdict = self._verdict(call, tensor, place, label)
             whole, new = (
                 distance(_rows(got, axis, first, end), _rows(want, axis, first, end))
                 for first in (0, start)
             )
-            verdict.note(whole.worst(new), call.round)
+            self._verdict(output, label).note(whole.worst(new), call.round)
             return
-        for part, layer, ours, theirs in self._parts(tensor, got, want):
-            verdict = self._verdict(call, tensor, place, part, layer)
-            verdict.note(distance(ours, theirs), call.round)
+        for part, layer, ours, theirs in self._parts(output):
+            self._verdict(output, part, layer).note(distance(ours, theirs), call.round)
 
-    def _parts(
-        self, tensor: TensorSpec, got: Array, want: Array
-    ) -> Iterator[tuple[str, int | None, Array, Array]]:
+    def _parts(self, output: _Output) -> Iterator[tuple[str, int | None, Array, Array]]:
         """The features layer by layer, any other tensor whole."""
         layers = self.manifest.aux_layers
-        if tensor.name != "features" or not layers:
-            yield "", None, got, want
+        if output.tensor.name != "features" or not layers:
+            yield "", None, output.got, output.want
             return
-        pieces = (np.split(values, len(layers), axis=-1) for values in (got, want))
+        pieces = (np.split(v, len(layers), axis=-1) for v in (output.got, output.want))
         for layer, ours, theirs in zip(layers, *pieces, strict=True):
             yield f"features (layer {layer})", layer, ours, theirs
 
-    def _numbers(self, call: Call, tensor: TensorSpec, place: int, got: Array, want: Array) -> bool:
+    def _numbers(self, output: _Output) -> None:
         """Whole numbers: all the same, or failed."""
-        verdict = self._verdict(call, tensor, place)
+        verdict = self._verdict(output)
         verdict.calls += 1
-        same = bool(np.array_equal(got, want))
-        if not same:
-            verdict.failed.append(call.round)
-        return same
+        if not np.array_equal(output.got, output.want):
+            verdict.failed.append(output.call.round)
 
-    def _choices(self, call: Call, tensor: TensorSpec, place: int, got: Array, want: Array) -> bool:
+    def _choices(self, output: _Output) -> bool:
         """Chosen ids: the same, or another one whose logit is all but the same; whether one is."""
+        call, got = output.call, output.got
         logits = call.outputs["logits"]
-        verdict = self._verdict(call, tensor, place)
+        verdict = self._verdict(output)
         verdict.calls += 1
         limit = NEAR_TIE * tolerance(self._dtype, "logits").error
-        wrong = np.flatnonzero(got != want)
+        wrong = np.flatnonzero(got != output.want)
         for row in wrong:
             second, first = np.partition(logits[row], -2)[-2:]
-            gap = first - (second if tensor.name in DRAFTED else logits[row, got[row]])
+            gap = first - (second if output.tensor.name in DRAFTED else logits[row, got[row]])
             if got[row] < 0 or gap > limit * np.sqrt(np.mean(np.square(logits[row]))):
                 verdict.failed.append(call.round)
                 return True
         verdict.near_ties += len(wrong)
         return bool(len(wrong))
 
-    def _verdict(
-        self,
-        call: Call,
-        tensor: TensorSpec,
-        place: int,
-        label: str = "",
-        layer: int | None = None,
-    ) -> Verdict:
+    def _verdict(self, output: _Output, label: str = "", layer: int | None = None) -> Verdict:
+        """The verdict on a tensor, or on a part of one under a name of its own."""
+        tensor = output.tensor
         label = label or tensor.name.removesuffix(".next")
-        key = (call.engine, label)
+        key = (output.call.engine, label)
         if key not in self.verdicts:
             kind = kind_of(tensor)
             inside = re.match(r"layers\.(\d+)\.", tensor.name)
@@ -303,11 +288,9 @@ class Comparison:
                 layer = int(inside[1])
             # states come before what is computed from them, ids are chosen last
             rank = 0 if tensor.name.endswith(".next") else 1 if kind else 2
-            order = (AFTER if layer is None else layer, rank * AFTER + place)
+            order = (AFTER if layer is None else layer, rank * AFTER + output.place)
             limit = None if kind is None else tolerance(self._dtype, kind)
-            self.verdicts[key] = Verdict(
-                call.engine, label, tensor.dtype, kind or "ids", order, limit
-            )
+            self.verdicts[key] = Verdict(*key, tensor.dtype, kind or "ids", order, limit)
         return self.verdicts[key]
 
 
