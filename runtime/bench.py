@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ from eagle_chain.runtime.tokenizer import Tokenizer
 
 TRUNKS = ("plain", "verify", "plain, width 1")  # parts that are a call of the trunk
 SHAPE_OPTIONS = {  # with their defaults
-    **{"width": (5,), "capacity": (4096,), "dtype": "bf16", "kv": None, "profile": "ort-fused"},
+    "width": (5,),
+    "capacity": (4096,),
+    "dtype": "bf16",
+    "kv": None,
+    "profile": "ort-fused",
 }
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 64  # of a text whose acceptance is measured
 
@@ -193,31 +198,20 @@ def measure(
     alone: Engines | None = None,
 ) -> dict[str, Any]:
     """Every number of the report; `alone` is a trunk for one row, the best plain decoding."""
-    options, memory, runs = engines.options, engines.memory, arguments.runs
-    most, drafter = (options.width - 1, engines.drafter) if engines.drafter else (0, "")
+    options, memory = engines.options, engines.memory
+    most = options.width - 1 if engines.drafter else 0
     k = most if arguments.k is None else arguments.k
     if position is None:
         position = min(1000, options.capacity // 2)
     _check(k, most, position, options, arguments.tokens_per_round)
     bandwidth = copy_bandwidth(memory) if isinstance(memory, CudaMemory) else None
-
-    def stand(k: int, of: Engines = engines) -> Stand:
-        return Stand(of.sessions, options.capacity, k, position, drafter)
-
-    drafted = stand(k)
-    clocks = {"plain": stand(0).part("plain", runs)}
-    clocks |= {
-        name: drafted.part(name, runs) for name in calls(k, drafter) if name in drafted.parts
-    }
-    if alone is not None:
-        clocks["plain, width 1"] = stand(0, alone).part("plain", runs)
-    rounds = {j: stand(j).whole(runs) for j in range(1, k) if arguments.sweep}
-    rounds[k] = drafted.whole(runs)
-    wall = drafted.wall(runs)
+    times = _timed(engines, alone, k, position, runs=arguments.runs, sweep=arguments.sweep)
     parts = {
-        name: _part(engines, name, taken, position, bandwidth) for name, taken in clocks.items()
+        name: _part(engines, name, taken, position, bandwidth)
+        for name, taken in times.parts.items()
     }
-    best = min(clocks[n].median for n in ("plain", "plain, width 1") if n in clocks)
+    whole, wall = times.rounds[k].median, times.wall
+    best = min(times.parts[n].median for n in ("plain", "plain, width 1") if n in times.parts)
     report = {
         "engines": engines.label,
         "options": {
@@ -233,19 +227,49 @@ def measure(
         "bandwidth": bandwidth,
         "parts": parts,
         "rounds": {
-            str(j): _round(calls(j, drafter), taken, parts) for j, taken in sorted(rounds.items())
+            str(j): _round(calls(j, engines.drafter), taken, parts)
+            for j, taken in sorted(times.rounds.items())
         },
         "wall": wall.to_json() if wall else None,
-        "launch_ms": drafted.host(min(runs, 20)),
-        "host_share": wall.median / rounds[k].median - 1 if wall and bandwidth else None,
+        "launch_ms": times.launch_ms,
+        "host_share": wall.median / whole - 1 if wall and bandwidth else None,
         "plain_ms": best,
-        "break_even": rounds[k].median / best,
-        "speed": _speeds(k, rounds[k].median, best, arguments.tokens_per_round),
+        "break_even": whole / best,
+        "speed": _speeds(k, whole, best, arguments.tokens_per_round),
         "measured": None,
     }
     if isinstance(memory, CudaMemory):
         report["device_bytes"] = memory.info.total_bytes - memory.free_bytes()
     return report
+
+
+@dataclass(frozen=True)
+class _Times:
+    """What was clocked at one position."""
+
+    parts: Mapping[str, Clock]  # engine of a round, or one of `TRUNKS`
+    rounds: Mapping[int, Clock]  # by drafts
+    wall: Clock | None
+    launch_ms: float
+
+
+def _timed(
+    engines: Engines, alone: Engines | None, k: int, position: int, *, runs: int, sweep: bool
+) -> _Times:
+    """Time the parts of a round of k drafts and whole rounds, with `sweep` of fewer drafts too."""
+
+    def stand(k: int, of: Engines = engines) -> Stand:
+        return Stand(of.sessions, of.options.capacity, k, position, engines.drafter or "")
+
+    drafted = stand(k)
+    parts = {"plain": stand(0).part("plain", runs)}
+    called = calls(k, engines.drafter)
+    parts |= {name: drafted.part(name, runs) for name in called if name in drafted.parts}
+    if alone is not None:
+        parts["plain, width 1"] = stand(0, alone).part("plain", runs)
+    rounds = {j: stand(j).whole(runs) for j in range(1, k) if sweep}
+    rounds[k] = drafted.whole(runs)
+    return _Times(parts, rounds, drafted.wall(runs), drafted.host(min(runs, 20)))
 
 
 def _check(k: int, most: int, position: int, options: Options, asked: float | None) -> None:

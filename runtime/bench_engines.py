@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_chain.engines.bound import read_bound
+from eagle_chain.engines.child import module_command, module_environment
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
@@ -133,8 +133,9 @@ def of_shapes(
     given = {f"--{field}": getattr(options, field) for field in ("width", "capacity", "dtype")}
     given |= {"--profile": options.profile} | ({"--kv": options.kv} if options.kv else {})
     given |= {"--prefill": options.prefill, "--drafter": drafter}
-    command = [sys.executable, "-m", "eagle_chain.export.shapes", name, "-o", str(folder)]
-    subprocess.run([*command, *(str(w) for pair in given.items() for w in pair)], check=True)
+    words = (str(word) for pair in given.items() for word in pair)
+    command = module_command("eagle_chain.export.shapes", name, "-o", str(folder), *words)
+    subprocess.run(command, env=module_environment(), check=True)
     described = json.loads((folder / "shapes.json").read_text())
     trunk = decode(TrunkConfig, described["trunk"])
     draft = decode(DraftConfig, described["draft"]) if described["draft"] else None

@@ -186,8 +186,12 @@ def _report(
 def _tensor_report(verdict: Verdict) -> dict[str, Any]:
     numbers = verdict.limit is None
     return {
-        **{"engine": verdict.engine, "tensor": verdict.tensor, "layer": verdict.layer},
-        **{"dtype": verdict.dtype, "kind": verdict.kind, "calls": verdict.calls},
+        "engine": verdict.engine,
+        "tensor": verdict.tensor,
+        "layer": verdict.layer,
+        "dtype": verdict.dtype,
+        "kind": verdict.kind,
+        "calls": verdict.calls,
         "passed": not verdict.failed,
         "failed_rounds": sorted(set(verdict.failed)),
         "near_ties": verdict.near_ties if numbers else None,
