@@ -229,7 +229,7 @@ def _build(
     """
     target = recipe.target
     _check_inside(folder)
-    place, others = _places(folder, manifest, target)
+    place, others = _places(manifest, target)
     final = Path(os.path.realpath(folder), place)
     plans = {n: p for n, p in manifest.plans.items() if str(PurePosixPath(n).parent) not in others}
     with staged(final, lambda there: None) as staging:
@@ -292,7 +292,7 @@ def _check_inside(folder: Path) -> None:
         )
 
 
-def _places(folder: Path, manifest: Manifest, target: Target) -> tuple[str, list[str]]:
+def _places(manifest: Manifest, target: Target) -> tuple[str, list[str]]:
     """The folder for new plans, and the folders of a target whose plans they replace.
 
     Two names take turns: the one that the manifest names may be in use until it names the other.

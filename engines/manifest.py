@@ -31,8 +31,16 @@ MANIFEST = "manifest.json"
 HALF_WRITTEN = f".{MANIFEST}.partial"  # what a killed process leaves of one
 LARGEST_GRAPH = 1 << 31  # bytes, the limit of protobuf; ours have some MB
 STORED_BYTES = {  # dtypes of safetensors
-    **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "F32": 4, "I64": 8, "F64": 8},
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "F32": 4,
+    "I64": 8,
+    "F64": 8,
 }
 
 _EDGE = 64 * 1024  # bytes of each end of the data that go into `WeightFile.sample`

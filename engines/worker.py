@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -40,7 +40,7 @@ def compile_all(request: Request, folder: Path) -> dict[str, dict[str, Any]]:
         messages = _messages(pipe)
         for job in request.jobs:
             with phases(f"building {job.name}") as show:
-                report = _follow(messages, show, log, request)
+                report = _follow(messages, show, log)
             if report is None:
                 break
             reports[job.name] = report
@@ -97,7 +97,7 @@ def _messages(pipe: BinaryIO) -> Iterator[dict[str, Any] | None]:
 
 
 def _follow(
-    messages: Iterator[dict[str, Any] | None], show: Any, log: IO[bytes], request: Request
+    messages: Iterator[dict[str, Any] | None], show: Callable[[str, int, int], None], log: IO[bytes]
 ) -> dict[str, Any] | None:
     """Show progress until a job is done and return its report, or None if the process ended."""
     phase: tuple[str, int, int] = ("", 0, 0)
