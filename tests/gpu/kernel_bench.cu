@@ -6,7 +6,6 @@
 //   ./bench prompts   the kernels that take many rows
 #include <algorithm>
 #include <cmath>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -497,23 +496,22 @@ void prompts() {
     auto solve = [&] { return launch_pooled(solve_bytes<128>(), prompt_solve<128>, dim3(unsigned(rows / CHUNK), 16), SOLVE_THREADS, stream, dep, t, n); };
     auto walk = [&] { return launch_pooled(walk_bytes<128, 32>(), prompt_walk<128, 32>, dim3(4, 32), WALK_THREADS<32>, stream, dep, t, n); };
     auto norm = [&] { return launch(prompt_norm<T>, dim3(unsigned(rows * 32 / (PROMPT_NORM_THREADS / 32))), PROMPT_NORM_THREADS, stream, dep, t, n); };
-    auto said = [](const char* error) { if (error) printf("%s\n", error); };
     double *S_plain, *out_plain;
     check(cudaMalloc(&S_plain, S * 8), "S"); check(cudaMalloc(&out_plain, P * n.values() * 8), "out");
     check(cudaDeviceSynchronize(), "drawn");
-    at(0); said(make_rows()); said(solve()); said(walk()); said(norm());
+    at(0); check(make_rows()); check(solve()); check(walk()); check(norm());
     check(cudaStreamSynchronize(stream), "the rule");
     plain_rule<<<32, 128>>>(t, n, S_plain, out_plain);
     check(cudaDeviceSynchronize(), "plain rule");
     printf("P = %d: apart from fp64: out %.1e, S %.1e;", rows, apart(t.mixed, out_plain, P * n.values()), apart(t.next_S, S_plain, S));
     cudaFree(S_plain); cudaFree(out_plain);
-    printf(" rows %.1f", chained_us(24, [&](int i) { at(i); said(make_rows()); }));
-    printf(", solve %.1f", chained_us(24, [&](int i) { at(i); said(solve()); }));
-    printf(", walk %.1f", chained_us(24, [&](int i) { at(i); said(walk()); }));
-    printf(", norm %.1f", chained_us(24, [&](int i) { at(i); said(norm()); }));
-    printf(", all four %.1f", chained_us(24, [&](int i) { at(i); said(make_rows()); said(solve()); said(walk()); said(norm()); }));
+    printf(" rows %.1f", chained_us(24, [&](int i) { at(i); check(make_rows()); }));
+    printf(", solve %.1f", chained_us(24, [&](int i) { at(i); check(solve()); }));
+    printf(", walk %.1f", chained_us(24, [&](int i) { at(i); check(walk()); }));
+    printf(", norm %.1f", chained_us(24, [&](int i) { at(i); check(norm()); }));
+    printf(", all four %.1f", chained_us(24, [&](int i) { at(i); check(make_rows()); check(solve()); check(walk()); check(norm()); }));
     const int64_t count = int64_t(rows) * 12288;
-    printf("; silu_mul %.1f us\n", chained_us(24, [&](int i) { said(launch(silu_mul<T>, dim3(unsigned(count / 8 / SWIGLU_THREADS)), SWIGLU_THREADS, stream, dep, (const T*)pool + i * count, (const T*)pool + (24 + i) * count, count, y)); }));
+    printf("; silu_mul %.1f us\n", chained_us(24, [&](int i) { check(launch(silu_mul<T>, dim3(unsigned(count / 8 / SWIGLU_THREADS)), SWIGLU_THREADS, stream, dep, (const T*)pool + i * count, (const T*)pool + (24 + i) * count, count, y)); }));
   }
   check(cudaDeviceSynchronize(), "prompts");
   for (void* held : {(void*)f, (void*)counts, (void*)pool, (void*)x, (void*)y}) cudaFree(held);

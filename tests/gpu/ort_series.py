@@ -19,7 +19,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -61,6 +60,7 @@ from eagle_chain.runtime.ort_cuda import OrtCudaSession
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.tokenizer import Tokenizer
+from tests.gpu.steps import Stage, Steps, chosen
 from tests.told import Plan, table_spec, told_graphs, told_specs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,36 +328,15 @@ def check_fold(runner: Runner, vocabulary: int) -> dict[str, Any]:
     return {"different": different}
 
 
-class Series:
+class Series(Steps):
     """The stages and what they found."""
 
     def __init__(self, out: Path, seconds: float, library: Path | None, libraries: Path) -> None:
-        self.out, self.end, self.libraries = out, time.monotonic() + seconds, libraries
-        self.results: dict[str, Any] = {}
+        super().__init__(out / "results.json", seconds)
+        self.out, self.libraries = out, libraries
         self.memory = CudaMemory()
-        self.start = time.monotonic()
         self.library = library
         self.weights: dict[TensorSpec, Buffer] = {}
-
-    def say(self, text: str) -> None:
-        """Print with the time since the start."""
-        print(f"[{time.monotonic() - self.start:6.1f}s] {text}", flush=True)
-
-    def stage(self, name: str, work: Callable[[], Any], needs: float = 15.0) -> None:
-        """Run one stage, if there is time for it, and keep what it found."""
-        left = self.end - time.monotonic()
-        if left < needs:
-            self.say(f"{name}: left out, {left:.0f} s remain")
-            self.results[name] = "left out"
-            return
-        try:
-            self.results[name] = work()
-        except Exception as error:
-            traceback.print_exc()
-            self.results[name] = f"failed: {type(error).__name__}: {error}"
-        self.say(f"{name}: {json.dumps(self.results[name])[:3000]}")
-        (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
-        gc.collect()
 
     # -- stages -----------------------------------------------------------------------------
 
@@ -694,7 +673,7 @@ def told_rounds(
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=480)
@@ -711,7 +690,7 @@ def main() -> None:
     )
     series.say(f"{series.memory.info} onnxruntime {onnxruntime().__version__}")
     s = series
-    stages: list[tuple[str, Callable[[], Any], float]] = [
+    stages: list[Stage] = [
         ("library", s.library_stage, 5),
         ("self", s.self_stage, 20),
         ("pipe", s.pipe_stage, 5),
@@ -750,12 +729,10 @@ def main() -> None:
         ("stock-fp16", lambda: s.timed("ort-cuda", "fp16"), 20),
         ("portable-fp16", lambda: s.timed("portable", "fp16"), 25),
     ]
-    only = set(filter(None, arguments.only.split(",")))
-    for name, work, needs in stages:
-        if not only or name in only:
-            series.stage(name, work, needs)
-    series.say("done")
+    for name, work, needs in chosen(parser, arguments.only, stages):
+        series.stage(name, work, needs)
+    return series.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,13 +2,18 @@
 
     python -m tests.gpu.prefill_series --out FOLDER [--only kernels,layers,prompts]
         [--profiles ort-fused,ort-stock,ort-chunked,ort-cuda] [--rows 256,512,1024,2048]
-        [--tokens 4096] [--capacity 4608]
+        [--tokens 4096] [--capacity 4608] [--runs 4] [--seconds 540] [--dtype bf16] [--graphs]
+        [--library LIBRARY] [--bench PROGRAM]
 
-The 9B's shapes with random weights, bf16. `kernels`: each launch of the rule in ort-fused alone.
+The 9B's shapes with random weights. `kernels`: each launch of the rule in ort-fused alone.
 `layers`: device time of a linear layer with its MLP, from calls of six and of two of them.
 `prompts`: seconds for a prompt, bytes on the device against what `inspect` would predict and, in
 the profiles that are shipped, how far states of the two ways are apart. `--tokens 30000 --capacity
-32768 --rows 512` is the long prompt.
+32768 --rows 512` is the long prompt. With `--graphs` both are measured once more with each wide
+call replayed as a CUDA graph, and states compared bit for bit.
+
+Every step has a line on stdout and a place in FOLDER/prefill.json as soon as it is done. LIBRARY
+and PROGRAM are the operators of ort-fused and `kernel_bench`, built before: else nvcc does it.
 
 Two profiles exist for comparison only: ort-fused with ONNX Runtime's GatedDeltaNet (`ort-stock`)
 and with the fp32 chunk form of the other profiles (`ort-chunked`) in the place of its kernels.
@@ -26,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +41,12 @@ import pytest
 
 from eagle_chain.engines.kernel_library import SOURCES, build_cuda, cache_folder
 from eagle_chain.engines.memory import chain_needs
-from eagle_chain.engines.spec import Options, TensorSpec
+from eagle_chain.engines.spec import DTYPES, PROFILES, Options, TensorSpec
 from eagle_chain.export import graph, shapes
 from eagle_chain.export.prefill import Prefill, PrefillRows
 from eagle_chain.export.prefill_cuda import FusedPrefill, OrtCudaPrefill
 from eagle_chain.export.shapes import configs
+from eagle_chain.runtime import bench_engines
 from eagle_chain.runtime.bench_engines import Engines, of_shapes
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cache import Cache
@@ -48,12 +54,14 @@ from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import EagleDrafter
 from eagle_chain.runtime.measure import clock, random_tensors
+from eagle_chain.runtime.ort import onnxruntime
 from eagle_chain.runtime.prefill import Follower
 from eagle_chain.runtime.prefill import Prefill as WideCalls
 from tests.gpu.ort_series import Bench
+from tests.gpu.steps import Steps
 
 SHAPES = "qwen3.5-9b"
-VOCABULARY = 248320
+WIDTH = 5
 started = subprocess.run
 
 
@@ -126,49 +134,186 @@ def written_here(command: list[str], **rest: Any) -> Any:
         sys.argv = before
 
 
-def kernels(_: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of each launch of the rule, as the benchmark of kernels prints them."""
-    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    capability = CudaMemory().info.compute_capability.replace(".", "")
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "kernel_bench"
-        flags = ["-std=c++17", "-O3", f"-arch=sm_{capability}", "-I", str(SOURCES)]
-        source = Path(__file__).with_name("kernel_bench.cu")
-        subprocess.run([compiler, *flags, str(source), "-o", str(program)], check=True)
-        found = subprocess.run(
-            [str(program), "prompts"], capture_output=True, text=True, check=True
+class Series(Steps):
+    """The steps, and what several of them need."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given.out / "prefill.json", given.seconds)
+        self.given = given
+        self.memory = CudaMemory()
+        self.library: Path = given.library
+        self.profiles = given.profiles.split(",")
+        self.rows = [int(rows) for rows in given.rows.split(",")]
+
+    def build(self) -> Any:
+        """The operators of ort-fused, where all engines of this process look for them."""
+        if self.library is None:
+            self.library = build_cuda(cache_folder(), self.memory.info.compute_capability)
+        if not self.library.is_file():
+            raise FileNotFoundError(self.library)
+        bench_engines.build_cuda = lambda *_: self.library  # type: ignore[assignment]
+        return {
+            "library": self.library.name,
+            "device": str(self.memory.info),
+            "free_bytes": self.memory.free_bytes(),
+            "onnxruntime": onnxruntime().__version__,
+        }
+
+    # --- the kernels alone -------------------------------------------------------------------
+
+    def kernels(self) -> None:
+        """Microseconds of each launch of the rule, as the benchmark of kernels prints them."""
+        self.stage("kernels", self.launches, 15)
+
+    def launches(self) -> Any:
+        """Lines of the program, those before it failed included."""
+        with tempfile.TemporaryDirectory() as folder:
+            program = self.given.bench
+            if program is None:
+                program = Path(folder) / "kernel_bench"
+                compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+                capability = self.memory.info.compute_capability.replace(".", "")
+                flags = ["-std=c++17", "-O3", f"-arch=sm_{capability}", "-I", str(SOURCES)]
+                source = Path(__file__).with_name("kernel_bench.cu")
+                ran([compiler, *flags, str(source), "-o", str(program)], self.left)
+            return {"us": ran([str(program.resolve()), "prompts"], self.left).splitlines()}
+
+    # --- a layer -----------------------------------------------------------------------------
+
+    def layers(self) -> None:
+        """Milliseconds of one linear layer with its MLP, by profile and P."""
+        made: dict[TensorSpec, Buffer] = {}
+        for name in self.profiles:
+            for rows in self.rows:
+                self.stage(
+                    f"layer, {name}, P = {rows}", lambda n=name, r=rows: self.layer(n, r, made)
+                )
+
+    def layer(self, name: str, rows: int, made: dict[TensorSpec, Buffer]) -> Any:
+        """A quarter of what four more layers take."""
+        memory, given = self.memory, self.given
+        trunk, draft = configs(SHAPES)
+        found: dict[str, Any] = {}
+        taken: dict[tuple[bool, int], float] = {}
+        for count in (2, 6):
+            few = replace(trunk, layer_types=("linear_attention",) * count, vocab_size=1024)
+            eagle = replace(draft, aux_layers=(0, 1), vocab_size=1024, draft_vocab_size=512)
+            with profile_of(name) as profile:
+                options = Options(WIDTH, given.capacity, given.dtype, profile, prefill=rows)
+                bench = Bench(memory, (few, eagle), options, self.library, engines=("prefill",))
+            made |= random_tensors((t for t in bench.wanted if t not in made), memory)
+            bench.give(made)
+            session = bench.sessions["prefill"]
+            tensors = {
+                t.name: memory.allocate(t)
+                for t in dict.fromkeys((*session.spec.all_inputs, *session.spec.all_outputs))
+            }
+            tensors["rows"].write(rows)
+            for replayed in (False, True) if given.graphs else (False,):
+                session.graphs = replayed
+                taken[replayed, count] = clock(memory, session.bind(tensors).run, 20).median
+        found["layer_ms"] = (taken[False, 6] - taken[False, 2]) / 4
+        if given.graphs:
+            found["layer_replayed_ms"] = (taken[True, 6] - taken[True, 2]) / 4
+        return found
+
+    # --- a prompt ----------------------------------------------------------------------------
+
+    def prompts(self) -> None:
+        """Every profile and P; a profile's engines share weights, and what calls of W rows give."""
+        for profile in self.profiles:
+            told = Told()
+            gc.collect()  # the engines of the profile before
+            for rows in self.rows:
+                name = f"{profile}, P = {rows}, {self.given.tokens} tokens"
+                self.stage(name, lambda p=profile, r=rows, t=told: self.prompt(p, r, t), 20)
+
+    def prompt(self, profile: str, rows: int, told: Told) -> Any:
+        """One profile at one P."""
+        given, memory = self.given, self.memory
+        trunk, _ = configs(SHAPES)
+        ids = np.random.default_rng(0).integers(0, trunk.vocab_size, given.tokens).tolist()
+        part = ids[:4096]  # of what goes through calls of W rows, which is slow
+        held = {spec for session in told.sessions for spec in session.weights}
+        before, begin = memory.free_bytes(), time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, profile_of(profile) as operators:
+            options = Options(WIDTH, given.capacity, given.dtype, operators, prefill=rows)
+            engines = of_shapes(Path(folder), SHAPES, options, told.engines)
+        sessions = engines.sessions
+        wanted = {spec for session in sessions.values() for spec in session.weights}
+        weights = sum(spec.nbytes for spec in wanted - held)
+        found: dict[str, Any] = {"set_up_s": round(time.perf_counter() - begin, 1)}
+        chain = chain_of(engines, wide=True)
+        found["wide_seconds"] = seconds(chain, ids, given.runs)
+        self.say(f"  {profile}, P = {rows}: {json.dumps(found)}")
+        used = before - memory.free_bytes() - weights
+        needs = chain_needs({s.spec.name: s.spec for s in sessions.values()}, options, trunk)
+        predicted = needs[options.capacity].total
+        found |= {"weights_bytes": weights, "chain_bytes": used, "predicted_chain": predicted}
+        found["memory_off"] = predicted / used - 1 if used else None
+        told.engines = told.engines or engines
+        if profile in COMPARED:  # they do not share every form of a weight with the trunk
+            return found
+        got = read(chain, part)
+        if given.graphs:
+            found |= self.replayed(engines, ids, part, got)
+            self.say(f"  {profile}, P = {rows}: {json.dumps(found)}")
+        if not told.states:
+            stepped = chain_of(engines, wide=False)
+            told.seconds = seconds(stepped, part, 1) * len(ids) / len(part)
+            told.states = read(stepped, part)
+        found["step_seconds"] = told.seconds
+        found["speedup"] = told.seconds / found["wide_seconds"]
+        found["apart"] = apart(got, told.states)
+        return found
+
+    def replayed(
+        self, engines: Engines, ids: list[int], part: list[int], plain: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The same with wide calls as CUDA graphs; the states have to be those of plain runs."""
+        for name in ("prefill", "draft_prefill"):
+            engines.sessions[name].graphs = True
+        chain = chain_of(engines, wide=True)
+        found: dict[str, Any] = {"replayed_seconds": seconds(chain, ids, self.given.runs + 2)}
+        again = [read(chain, part) for _ in range(2)]
+        found["replayed_differ"] = [
+            name for name in plain if any(not same(r[name], plain[name]) for r in again)
+        ]
+        return found
+
+
+@dataclass
+class Told:
+    """What is known of a profile: its engines at the first P, and a prompt in calls of W rows."""
+
+    engines: Engines | None = None
+    seconds: float = 0.0
+    states: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sessions(self) -> list[Any]:
+        """Those that hold weights."""
+        return list(self.engines.sessions.values()) if self.engines else []
+
+
+def ran(command: list[str], seconds: float) -> str:
+    """What a program prints; an error that says so if it fails or hangs."""
+    try:
+        done = started(
+            command, capture_output=True, text=True, check=False, timeout=max(10.0, seconds)
         )
-    return {"us": found.stdout.splitlines()}
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{command[0]} hangs after {error.stdout!r}") from None
+    if done.returncode:
+        raise RuntimeError(
+            f"{command[0]} failed with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
+        )
+    return str(done.stdout)
 
 
-def layers(given: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of one linear layer with its MLP, by profile and P."""
-    memory = CudaMemory()
-    library = build_cuda(cache_folder(), memory.info.compute_capability)
-    trunk, draft = configs(SHAPES)
-    made: dict[TensorSpec, Buffer] = {}
-    found: dict[str, Any] = {}
-    for name in given.profiles.split(","):
-        for rows in map(int, given.rows.split(",")):
-            taken = {}
-            for count in (2, 6):
-                few = replace(trunk, layer_types=("linear_attention",) * count, vocab_size=1024)
-                eagle = replace(draft, aux_layers=(0, 1), vocab_size=1024, draft_vocab_size=512)
-                with profile_of(name) as profile:
-                    options = Options(5, given.capacity, "bf16", profile, prefill=rows)
-                    bench = Bench(memory, (few, eagle), options, library, engines=("prefill",))
-                made |= random_tensors((t for t in bench.wanted if t not in made), memory)
-                bench.give(made)
-                session = bench.sessions["prefill"]
-                tensors = {
-                    t.name: memory.allocate(t)
-                    for t in dict.fromkeys((*session.spec.all_inputs, *session.spec.all_outputs))
-                }
-                tensors["rows"].write(rows)
-                taken[count] = clock(memory, session.bind(tensors).run, 20).median
-            found[f"{name}, P = {rows}"] = (taken[6] - taken[2]) / 4
-            print(f"a layer, {name}, P = {rows}: {found[f'{name}, P = {rows}']:.3f} ms", flush=True)
-    return {"layer_ms": found}
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    return bool(one.tobytes() == other.tobytes())
 
 
 def chain_of(engines: Engines, *, wide: bool) -> Chain:
@@ -179,7 +324,9 @@ def chain_of(engines: Engines, *, wide: bool) -> Chain:
     prefill = None
     if wide:
         prefill = WideCalls(s["prefill"], cache, Follower(s["draft_prefill"], drafter.kv))
-    return Chain(s["trunk"], cache, drafter, vocab_size=VOCABULARY, prefill=prefill)
+    return Chain(
+        s["trunk"], cache, drafter, vocab_size=configs(SHAPES)[0].vocab_size, prefill=prefill
+    )
 
 
 def seconds(chain: Chain, ids: list[int], runs: int) -> float:
@@ -204,8 +351,9 @@ def read(chain: Chain, ids: list[int]) -> dict[str, Any]:
             values = buffers[cache.parity].read()
             if values.dtype == np.uint16:  # bf16
                 values = (values.astype(np.uint32) << 16).view(np.float32)
-            if pair.rows_axis is not None:
-                values = values[:, :, : len(ids)]
+            if pair.rows_axis is not None:  # a draft has not run over the rows of the last call yet
+                late = WIDTH if pair.input.startswith("draft") else 0
+                values = values[:, :, : len(ids) - late]
             found[pair.input] = values.astype(np.float32)
     return found
 
@@ -220,72 +368,38 @@ def apart(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     return worst
 
 
-def measure(profile: str, rows: int, given: argparse.Namespace) -> dict[str, Any]:
-    """One profile at one P."""
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, given.tokens).tolist()
-    probe = CudaMemory()
-    before = probe.free_bytes()
-    with tempfile.TemporaryDirectory() as folder, profile_of(profile) as operators:
-        options = Options(5, given.capacity, "bf16", operators, prefill=rows)
-        engines = of_shapes(Path(folder), SHAPES, options)
-    weights = before - probe.free_bytes()
-    chain = chain_of(engines, wide=True)
-    found: dict[str, Any] = {"wide_seconds": seconds(chain, ids, given.runs)}
-    used = before - probe.free_bytes()
-    trunk, _ = configs(SHAPES)
-    specs = {session.spec.name: session.spec for session in engines.sessions.values()}
-    needs = chain_needs(specs, options, trunk)[options.capacity]
-    found |= {"device_bytes": used, "weights_bytes": weights, "predicted_chain": needs.total}
-    found["memory_off"] = (weights + needs.total) / used - 1
-    stepped = chain_of(engines, wide=False)
-    part = ids if given.tokens <= 4096 else ids[:4096]
-    found["step_seconds"] = seconds(stepped, part, 2) * len(ids) / len(part)
-    found["speedup"] = found["step_seconds"] / found["wide_seconds"]
-    if profile not in COMPARED:  # those do not share every form of a weight with the trunk
-        found["apart"] = apart(read(chain, part), read(stepped, part))
-    return found
+STEPS = ("kernels", "layers", "prompts")
 
 
-def prompts(given: argparse.Namespace) -> dict[str, Any]:
-    """Every profile and P; a failure does not end the others."""
-    found: dict[str, Any] = {}
-    for profile in given.profiles.split(","):
-        for rows in map(int, given.rows.split(",")):
-            name = f"{profile}, P = {rows}, {given.tokens} tokens"
-            try:
-                found[name] = measure(profile, rows, given)
-            except Exception as error:  # the next may still work
-                found[name] = {"error": f"{type(error).__name__}: {error}"}
-            print(name, json.dumps(found[name]), flush=True)
-            gc.collect()
-    return found
-
-
-STAGES = {stage.__name__: stage for stage in (kernels, layers, prompts)}
-
-
-def main() -> None:
-    """Stage by stage; what is known is written after each."""
+def main() -> int:
+    """Step by step; what is known is written after each."""
     parser = argparse.ArgumentParser(description="Measure prompts in wide calls.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(STAGES))
+    parser.add_argument("--only", default=",".join(STEPS))
     parser.add_argument("--profiles", default=f"ort-fused,{','.join(COMPARED)},ort-cuda")
     parser.add_argument("--rows", default="256,512,1024,2048")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--capacity", type=int, default=4608)
     parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--library", type=Path)
+    parser.add_argument("--bench", type=Path)
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {}
-    for stage in given.only.split(","):
-        try:
-            results[stage] = STAGES[stage](given)
-        except Exception as error:  # the next may still work
-            results[stage] = {"error": f"{type(error).__name__}: {error}"}
-        print(stage, json.dumps(results[stage], indent=1), flush=True)
-        (given.out / "prefill.json").write_text(json.dumps(results, indent=1))
-        gc.collect()
+    only = given.only.split(",")
+    if unknown := set(only) - set(STEPS):
+        parser.error(f"--only is {', '.join(unknown)}, expected of {', '.join(STEPS)}")
+    if unknown := set(given.profiles.split(",")) - {*COMPARED, *PROFILES}:
+        parser.error(f"--profiles is {', '.join(unknown)}, expected of {COMPARED}, {PROFILES}")
+    if "prompts" in only and given.tokens + 1 > given.capacity:
+        parser.error(f"a prompt of {given.tokens} tokens and one more need a larger --capacity")
+    series = Series(given)
+    if only == ["kernels"] or series.stage("build", series.build, 0) is not None:
+        for step in only:
+            getattr(series, step)()
+    return series.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,12 +15,9 @@ import argparse
 import dataclasses
 import gc
 import hashlib
-import json
 import resource
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +52,7 @@ from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.trt import TrtEngine, TrtSession, open_sessions
 from tests import qwen_9b
 from tests.gpu import trt_variant
+from tests.gpu.steps import Stage, Steps, chosen
 from tests.gpu.trt_variant import PINS
 
 POSITION = 1000
@@ -63,37 +61,13 @@ PROMPTS = ([5, 9, 2], [7, 7, 7, 1, 30, 4, 12, 3], list(range(40, 57)))
 NEW_TOKENS = 48
 
 
-class Series:
+class Series(Steps):
     """The stages and what they found."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments.out / "results.json", arguments.seconds)
         self.out: Path = arguments.out
         self.level: int | None = arguments.level
-        self.start = time.monotonic()
-        self.end = self.start + arguments.seconds
-        self.results: dict[str, Any] = {}
-        path = self.out / "results.json"
-        if path.exists():
-            self.results = json.loads(path.read_text())
-
-    def say(self, text: str) -> None:
-        """Print with the time."""
-        print(f"[{time.monotonic() - self.start:6.1f}s] {text}", flush=True)
-
-    def stage(self, name: str, work: Callable[[], Any], needs: float) -> None:
-        """Run one stage, if `needs` seconds are left."""
-        left = self.end - time.monotonic()
-        if left < needs:
-            self.say(f"{name}: left out, {left:.0f} s remain")
-            return
-        try:
-            self.results[name] = work()
-        except Exception as error:
-            traceback.print_exc()
-            self.results[name] = f"failed: {type(error).__name__}: {error}"
-        self.say(f"{name}: {json.dumps(self.results[name])[:3500]}")
-        (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
-        gc.collect()
 
     # --- a bundle ----------------------------------------------------------------------------
 
@@ -385,7 +359,7 @@ def interleaved(engines: Engines) -> bool:
     return out == alone
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=lambda text: Path(text).resolve())
     parser.add_argument("--bundle", action="append", default=[], metavar="NAME=BUNDLE,RECORDING")
@@ -400,7 +374,7 @@ def main() -> None:
     worker.module_command = lambda _, *words: [sys.executable, VARIANT, *variant, *words]
     arguments.out.mkdir(parents=True, exist_ok=True)
     series = s = Series(arguments)
-    stages: list[tuple[str, Callable[[], Any], float]] = [("device", s.device, 5)]
+    stages: list[Stage] = [("device", s.device, 5)]
     for word in arguments.bundle:
         name, _, paths = word.partition("=")
         bundle, recording = (Path(p).resolve() for p in paths.split(","))
@@ -414,12 +388,10 @@ def main() -> None:
         ]
     stages += [("delta", s.delta, 90), ("mlp", s.mlp, 60)]
     stages += [(f"nine-{n}", lambda n=n: s.nine(n), 100) for n in arguments.layers]
-    only = set(filter(None, arguments.only.split(",")))
-    for name, work, needs in stages:
-        if not only or name in only:
-            series.stage(name, work, needs)
-    series.say("done")
+    for name, work, needs in chosen(parser, arguments.only, stages):
+        series.stage(name, work, needs)
+    return series.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The scripts that run on a GPU, dry: small sizes, fp32, CUDA and ONNX Runtime's provider acted.
+
+That every step reads its options, prepares its data, writes its results and goes on after a
+failure; the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from eagle_chain.export import graph, shapes
+from tests.gpu import ort_series, prefill_series
+from tests.ort_host import gpu_on_host
+from tests.test_ort_cuda import MaskedTrunk
+
+TINY = {
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64},
+    **{"attention_heads": 2, "kv_heads": 1, "head_dim": 64, "rotary_dim": 16},
+}
+LINEAR = {
+    **{"linear_key_heads": 1, "linear_value_heads": 2},
+    **{"linear_key_dim": 16, "linear_value_dim": 8},
+}
+LAYERS = (*["linear_attention"] * 3, "full_attention")
+
+
+def tiny(_: str = "") -> Any:
+    """Trunk and draft in sizes that every operator takes."""
+    trunk, draft = REAL(shapes.NAMES[0])
+    trunk = dataclasses.replace(trunk, layer_types=LAYERS, **TINY, **LINEAR)
+    more = {"trunk_hidden_size": 64, "aux_layers": (0, 1, 2), "draft_vocab_size": 64}
+    return trunk, dataclasses.replace(draft, **TINY | more)
+
+
+REAL = shapes.configs
+
+
+@pytest.fixture
+def gpu(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    for module in (shapes, prefill_series):
+        monkeypatch.setattr(module, "configs", tiny)
+    monkeypatch.setattr(ort_series, "published", tiny)
+    monkeypatch.setitem(graph.TRUNKS, "ort-cuda", MaskedTrunk)
+    monkeypatch.setattr(subprocess, "run", prefill_series.written_here)
+    with gpu_on_host(library) as runtime:
+        yield runtime
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, script: ModuleType, file: Path, *words: str
+) -> tuple[int, dict[str, Any]]:
+    """The exit code and the file of one run."""
+    monkeypatch.setattr(sys, "argv", [script.__name__, "--out", str(file.parent), *words])
+    return script.main(), json.loads(file.read_text())
+
+
+def test_prefill_series(
+    gpu: ModuleType, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers and prompts; replayed graphs leave the bits of plain runs."""
+    words = ["--only", "layers,prompts", "--rows", "32,16", "--tokens", "35", "--capacity", "40"]
+    words += ["--runs", "1", "--graphs", "--dtype", "fp32", "--library", str(library)]
+    words += ["--profiles", "ort-fused,ort-stock,ort-cuda"]
+    code, found = run(monkeypatch, prefill_series, tmp_path / "prefill.json", *words)
+    assert code == 0
+    for profile in ("ort-fused", "ort-stock", "ort-cuda"):
+        for rows in (32, 16):
+            layer = found[f"layer, {profile}, P = {rows}"]
+            assert layer.keys() == {"layer_ms", "layer_replayed_ms"}
+            prompt = found[f"{profile}, P = {rows}, 35 tokens"]
+            assert prompt["wide_seconds"] > 0 and prompt["predicted_chain"] > 0
+            assert (prompt["weights_bytes"] > 0) == (rows == 32), "a profile's engines share them"
+            if profile != "ort-stock":
+                assert max(prompt["apart"].values()) < 1e-5
+                assert prompt["replayed_differ"] == []
+
+
+def test_a_step_that_fails_ends_no_other(
+    gpu: ModuleType, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run that follows keeps what is in the file."""
+    file = tmp_path / "prefill.json"
+    file.write_text('{"before": 1}')
+    program = tmp_path / "bench"
+    program.write_text("#!/bin/sh\necho half of it\nexit 3\n")
+    program.chmod(0o755)
+    words = ["--dtype", "fp32", "--library", str(library), "--bench", str(program)]
+    words += ["--profiles", "ort-fused", "--rows", "32", "--capacity", "48", "--tokens", "9"]
+    monkeypatch.setattr(prefill_series, "of_shapes", None)
+    code, found = run(monkeypatch, prefill_series, file, *words)
+    assert code == 1 and found["before"] == 1
+    assert "failed with 3: half of it" in found["kernels"]
+    assert "layer_ms" in found["layer, ort-fused, P = 32"]
+    assert found["ort-fused, P = 32, 9 tokens"].startswith("failed: TypeError")
+    code, found = run(monkeypatch, prefill_series, file, *words, "--seconds", "5")
+    assert code == 0 and found["layer, ort-fused, P = 32"] == "left out"
+
+
+def test_ort_series(
+    gpu: ModuleType, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of kernels that only a GPU has."""
+    words = ["--only", "library,kernels-fused-bf16", "--library", str(library)]
+    code, found = run(monkeypatch, ort_series, tmp_path / "results.json", *words)
+    assert code == 1 and found["kernels-fused-bf16"].startswith("failed: ")
+    assert found["library"]["name"] == library.name
+
+
+@pytest.mark.parametrize("script", [prefill_series, ort_series])
+def test_names_of_steps_are_checked_first(
+    script: ModuleType, gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, script, tmp_path / "none.json", "--only", "prompt")
