@@ -74,12 +74,21 @@ def source_hash(manifest: Manifest, engine: str, weights: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def build_command(folder: Path, target: Target) -> str:
-    """The command that builds plans for a target."""
+def build_command(folder: Path, target: Target, like: Plan | None = None) -> str:
+    """The command that builds plans for a target, with the options of one that was built before."""
     words = [str(folder), "--backend", target.flavour]
     if target.flavour == RTX:
         words += ["--compute-capability", *target.compute_capabilities]
+    if like is not None:
+        words += [] if like.weights == "bound" else ["--weights", like.weights]
+        words += [word for option in like.options for word in option.split()]
     return f"eagle-chain build {shlex.join(words)}"
+
+
+def rebuild_command(folder: Path, plan: Plan) -> str:
+    """The command that builds a plan again."""
+    capabilities = tuple(plan.compute_capability.split())
+    return build_command(folder, Target(plan.flavour, plan.version, plan.gpu, capabilities), plan)
 
 
 def find_plans(folder: Path, manifest: Manifest, target: Target) -> dict[str, tuple[Path, Plan]]:
@@ -89,7 +98,6 @@ def find_plans(folder: Path, manifest: Manifest, target: Target) -> dict[str, tu
         InputError: There is none, or it was built for another machine or from another graph.
     """
     found: dict[str, tuple[Path, Plan]] = {}
-    command = build_command(folder, target)
     for engine in manifest.specs:
         plans = {
             name: plan
@@ -99,6 +107,7 @@ def find_plans(folder: Path, manifest: Manifest, target: Target) -> dict[str, tu
         fitting = [name for name, plan in plans.items() if target.runs(plan)]
         if not fitting:
             others = sorted({_described(plan) for plan in plans.values()})
+            command = build_command(folder, target, next(iter(plans.values()), None))
             what = f"was built with {', '.join(others)}" if others else "has not been built"
             raise InputError(
                 f"{folder}: the {engine} plan {what}, this process has {target}; "
@@ -109,7 +118,7 @@ def find_plans(folder: Path, manifest: Manifest, target: Target) -> dict[str, tu
         if plan.source != source_hash(manifest, engine, plan.weights):
             raise InputError(
                 f"{folder / name}: was built from another graph than {engine}.onnx; "
-                f"build it again: {command}"
+                f"build it again: {build_command(folder, target, plan)}"
             )
         found[engine] = (folder / name, plan)
     return found

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import MANIFEST, Manifest, Plan
-from eagle_chain.engines.plans import LAYERS, PLANS, Target, build_command, source_hash
+from eagle_chain.engines.plans import LAYERS, PLANS, rebuild_command, source_hash
 
 Plans = Mapping[str, Plan]  # by file, as in the manifest
 
@@ -64,9 +64,11 @@ def plan_lines(folder: Path, held: Plans, kept: Plans) -> list[str]:
             lines.append(f"plans    {place}: kept, the graphs are the same")
             continue
         plan = next(iter(plans.values()))
-        capabilities = tuple(plan.compute_capability.split())
-        command = build_command(folder, Target(plan.flavour, plan.version, plan.gpu, capabilities))
-        lines.append(f"plans    {place}: deleted, they are of other graphs; build again: {command}")
+        other = "graphs" if plan.weights == "bound" else "graphs or weights"
+        command = rebuild_command(folder, plan)
+        lines.append(
+            f"plans    {place}: deleted, they are of other {other}; build again: {command}"
+        )
     return lines
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import require
-from eagle_chain.engines.flavours import FLAVOURS, load_flavour
+from eagle_chain.engines.flavours import FLAVOURS, RTX, load_flavour
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
@@ -128,7 +128,10 @@ def _few_layers(arguments: argparse.Namespace, target: Path) -> Path:
             words += [f"--{option}", value]
     dispatch(["export", *map(str, folders), "-o", str(target), *words])
     if arguments.backend in FLAVOURS and arguments.save is None:
-        dispatch(["build", str(target), "--backend", arguments.backend])
+        building = ["build", str(target), "--backend", arguments.backend]
+        if arguments.backend == RTX:  # which has to be told for which GPUs: for this one
+            building += ["--compute-capability", device_info().compute_capability]
+        dispatch(building)
     return target
 
 

@@ -200,9 +200,10 @@ def open_sessions(
     memory = CudaMemory(device)
     target = machine(flavour, memory.info)
     plans = find_plans(folder, manifest, target)
-    command = build_command(folder, target)
     engines = {
-        name: TrtEngine(flavour, path, plan, manifest.specs[name], command)
+        name: TrtEngine(
+            flavour, path, plan, manifest.specs[name], build_command(folder, target, plan)
+        )
         for name, (path, plan) in plans.items()
     }
     wanted = {spec for engine in engines.values() for spec in engine.weights}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.plans import rebuild_command
 from eagle_chain.runtime.along import Found, gain
 from eagle_chain.runtime.diagnosis import LOW
 from eagle_chain.runtime.evidence import NOISE, to_tell
@@ -57,8 +58,8 @@ def advice(bundle: Path, manifest: Manifest, now: Setting, best: Setting, k: int
     commands = []
     if best.draft != now.draft:
         commands.append(with_overrides(manifest, overrides).export_command(bundle))
-        for flavour in sorted({plan.flavour for plan in manifest.plans.values()}):
-            commands.append(shlex.join(["eagle-chain", "build", str(bundle), "--backend", flavour]))
+        plans = manifest.plans.values()
+        commands += sorted({rebuild_command(bundle, plan) for plan in plans})
     commands.append(shlex.join(["eagle-chain", "generate", str(bundle), *generate]))
     return {
         "changed": flags(best, now),

@@ -201,7 +201,7 @@ class Sweep:
         self.words, self.base = COMMANDS[command], base
         self.fresh, self.folder, self.errors = base / "fresh", base / "work", base / "stderr"
         self.fault = Fault(self.folder)
-        self.fresh.mkdir()
+        self.fresh.mkdir(parents=True)
         sizes = {"sizes": SMALL, "draft_sizes": SMALL_DRAFT}
         write_pair(self.fresh, layers=4, aux=[0, 1, 3], tokenizer=True, **sizes)
         self.start()

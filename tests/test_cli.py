@@ -199,6 +199,22 @@ sys.exit(main())
     assert json.loads(child.stdout) == {"error": "interrupted"}
 
 
+def test_an_interrupt_of_text_that_is_executed_is_an_exit_code_too() -> None:
+    """As dataclasses do at import; CPython would end by the signal although it was caught."""
+    code = """
+import sys
+from eagle_chain.engines import cli, entry
+def interrupted(words):
+    exec("raise KeyboardInterrupt")
+cli.dispatch = interrupted
+sys.exit(entry.main())
+"""
+    words = [sys.executable, "-c", code, "--json"]
+    child = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (child.returncode, child.stderr) == (130, "eagle-chain: interrupted\n")
+    assert json.loads(child.stdout) == {"error": "interrupted"}
+
+
 TRUNK, DRAFT = str(PAIR / "trunk"), str(PAIR / "draft")
 ENDLESS = {  # commands that write as they go, with room for minutes of it
     "generate": ["generate", "BUNDLE", "--ids", "1,2,3", "--max-new-tokens", "4000"],

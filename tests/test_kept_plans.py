@@ -7,6 +7,7 @@ it would make. The faults that may happen meanwhile are in `tests.faults`.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_other_weights_matter_where_they_are_baked_in(
     words, deleted = again(capsys, other, bundle)
     assert (": kept" in words, not deleted) == ((True, True) if kind == "bound" else (False, False))
     assert is_built(capsys, bundle, kind) == (kind == "bound")
+
+
+def test_what_is_typed_builds_the_same_kind_of_plans(
+    pair: tuple[Path, Path],
+    built: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bundle = copied(built["bound"], tmp_path)
+    options = ["--weights", "baked", "--level", "3", "--workspace", "2GB"]
+    assert main(["build", str(bundle), *options]) == 0
+    words, _ = again(capsys, pair, bundle, "--width", "3")
+    assert "deleted, they are of other graphs or weights; build again: eagle-chain " in words
+    assert main(shlex.split(words.partition("eagle-chain ")[2])) == 0
+    capsys.readouterr()
+    assert main(["build", str(bundle), *options, "--dry-run"]) == 0
+    assert "are up to date" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("harm", ["link", "folder", "gone", "elsewhere", "engine"])

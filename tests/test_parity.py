@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_chain.engines.cli import main
+from eagle_chain.engines.cli import main, parser_for
 from eagle_chain.engines.contract import trunk_spec
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.gpu import Device
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.engines.schedule import PROMPT, schedule
@@ -24,7 +25,7 @@ from eagle_chain.export import kv_reference
 from eagle_chain.export.eager import zero_states
 from eagle_chain.export.few_layers import remapped
 from eagle_chain.export.teacher import reference_sessions
-from eagle_chain.runtime import kv_planes
+from eagle_chain.runtime import kv_planes, parity
 from eagle_chain.runtime.comparison import LOGGED, Comparison, distance
 from eagle_chain.runtime.player import Player
 from tests.torch_engine import torch_engines
@@ -370,6 +371,21 @@ def test_bad_words_are_refused_before_work_begins(
         assert main(["parity", str(bundle), *words]) == 2, words
         assert said in capsys.readouterr().err
     assert (taken / "letter.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("flavour", "wanted"), [("tensorrt", []), ("tensorrt-rtx", ["8.9"])])
+def test_few_layers_are_built_for_this_gpu(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavour: str, wanted: list[str]
+) -> None:
+    """TensorRT-RTX has to be told which, and `parity` has no option for that."""
+    asked = list[list[str]]()
+    monkeypatch.setattr(parity, "dispatch", asked.append)
+    monkeypatch.setattr(parity, "_check_backend", lambda *_: None)
+    monkeypatch.setattr(parity, "device_info", lambda: Device(0, "GPU", "8.9", 1))
+    words = [str(bundle), "--layers", "4", "--backend", flavour]
+    parity._few_layers(parser_for("parity").parse_args(words), tmp_path / "few")
+    (command, *rest), building = asked[-1], parser_for("build")
+    assert command == "build" and building.parse_args(rest).compute_capability == wanted
 
 
 @pytest.mark.parametrize("profile", ["ort-fused", "ort-cuda"])

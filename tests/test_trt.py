@@ -223,6 +223,10 @@ def edit(bundle: Path, tmp_path: Path, **changes: Any) -> Path:
         ({"flavour": "tensorrt-rtx"}, "has not been built, this process has"),
         ({"remove": True}, "the draft plan has not been built"),
         ({"source": "0" * 64}, r"was built from another graph than draft\.onnx"),
+        (
+            {"weights": "baked", "options": ["--level 3"], "source": "0" * 64},
+            "build it again: .* --weights baked --level 3$",
+        ),
     ],
 )
 def test_a_plan_of_another_kind_is_refused_with_the_command(

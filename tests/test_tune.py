@@ -22,7 +22,7 @@ import pytest
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest
+from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.runtime import Tokenizer, evidence, open_engines, ort_bound, payoff, tune
 from eagle_chain.runtime import trial as trial_module
@@ -33,7 +33,7 @@ from eagle_chain.runtime.payoff import confirm, fastest, speeds
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
 from eagle_chain.runtime.trial import Setting, Trial
-from eagle_chain.runtime.tune_report import verdict
+from eagle_chain.runtime.tune_report import advice, verdict
 from tests.test_demo_pair import DEMO
 
 PROMPTS, LENGTH, NEW, MOST = 6, 20, 36, 4
@@ -304,6 +304,22 @@ def test_gain_and_its_error() -> None:
     assert result == pytest.approx((2.0, (1 / 3) ** 0.5))  # variance 1 over 3
     assert surely_better(Found(ends, more), Found(ends, less), 4)  # 2 is above 3 x 0.577
     assert not surely_better(Found(ends, less), Found(ends, less), 4)
+
+
+def test_plans_are_built_again_as_they_were(folder: Path, right: DraftConfig) -> None:
+    """The command for each kind of plans that the export would delete, whole."""
+    kinds = {
+        "a/trunk.plan": Plan("0", "tensorrt-rtx", "1.7", "", "8.6 8.9", "0", "baked", ()),
+        "a/draft.plan": Plan("1", "tensorrt-rtx", "1.7", "", "8.6 8.9", "0", "baked", ()),
+        "b/trunk.plan": Plan("2", "tensorrt", "10", "GPU", "9.0", "0", "bound", ("--level 3",)),
+    }
+    manifest = replace(Manifest.load(folder / "bundle"), plans=kinds)
+    now, best = Setting(replace(right, rotary_dim=64)), Setting(right)
+    _, *commands, _ = advice(Path("b"), manifest, now, best, 4)["commands"]
+    assert commands == [
+        "eagle-chain build b --backend tensorrt --level 3",
+        "eagle-chain build b --backend tensorrt-rtx --compute-capability 8.6 8.9 --weights baked",
+    ]
 
 
 def test_a_draft_is_called_another_trunk_s_only_if_no_setting_helps() -> None:

@@ -8,7 +8,7 @@
 #                                               TensorRT flavours for those of standard ONNX
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-verb=$1 out=$(realpath -m "$2")
+verb=${1:?prepare or run} out=$(realpath -m "${2:?a folder}")
 shift 2
 
 source "$root/tests/gpu/path.sh"

@@ -9,7 +9,7 @@
 # Both need numpy, onnx, onnx-ir, Polygraphy and rich; EXTRA may name a folder that has what a Python lacks.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-verb=$1 out=$(realpath -m "$2")
+verb=${1:?prepare or run} out=$(realpath -m "${2:?a folder}")
 shift 2
 
 source "$root/tests/gpu/path.sh"
