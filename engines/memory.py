@@ -96,7 +96,8 @@ def chain_needs(
             kind = "logs" if ".log_" in pair.input else kind
             sizes[kind] += pair.held_bytes
         buffers = sum(_plain_bytes(plain, spec, options.width) for plain, spec in own.items())
-        scratch = _scratch(options.at(capacity), trunk)
+        features = sum(t.shape[-1] for t in own["trunk"].outputs if t.name == "features")
+        scratch = _scratch(options.at(capacity), trunk, features)
         needs[capacity] = Needs(**sizes, buffers=buffers, scratch=scratch)
     return needs
 
@@ -161,7 +162,7 @@ def _plain_bytes(plain: str, spec: EngineSpec, width: int) -> int:
     return inputs + outputs
 
 
-def _scratch(options: Options, trunk: TrunkConfig) -> int:
+def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     """Activations of the largest call: MLP and delta rule of all rows, scores, logits.
 
     What is alive at once, as ONNX Runtime and TensorRT reuse the memory of what is not; attention
@@ -171,6 +172,8 @@ def _scratch(options: Options, trunk: TrunkConfig) -> int:
     wide = 3 * trunk.intermediate_size + 4 * trunk.hidden_size
     linear = trunk.conv_channels * (item + 3 * 4)
     linear += 6 * 4 * trunk.linear_value_heads * (trunk.linear_value_dim + 64)
+    if options.profile == "ort-fused":
+        linear = _prompt_row(trunk, item, features)
     scores = trunk.attention_heads * rows * options.kv_rows
     attention = 3 * 4 * min(scores, ATTENTION_SCORES)
     own_kernels = options.profile == "ort-fused" and not options.prefill
@@ -180,6 +183,18 @@ def _scratch(options: Options, trunk: TrunkConfig) -> int:
         attention += 4 * 4 * trunk.kv_heads * trunk.head_dim * options.kv_rows
     logits = options.width * trunk.vocab_size * (item + 4)
     return max(rows * wide * item, rows * linear, attention, logits)
+
+
+def _prompt_row(trunk: TrunkConfig, item: int, features: int) -> int:
+    """Bytes of a row while the kernels of `ort-fused` compute a linear layer of a prompt.
+
+    The projections, the result, the residual and the features that later nodes read, and what the
+    kernels leave for one another (`FusedPrefill.scratch`, two triangles of a chunk of 64 rows).
+    """
+    heads, values = trunk.linear_value_heads, trunk.linear_value_heads * trunk.linear_value_dim
+    keys = trunk.linear_key_heads * trunk.linear_key_dim
+    activations = trunk.conv_channels + 2 * (values + heads) + trunk.hidden_size + features
+    return item * activations + 4 * (trunk.conv_channels + 2 * keys + values + heads * (4 + 2 * 64))
 
 
 def host_bytes_available() -> int:

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from eagle_chain.engines import cli, inspection
+from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.memory import chain_needs, check_load
 from eagle_chain.engines.savings import Held, savings
 from eagle_chain.engines.spec import EngineSpec, Options
+from eagle_chain.export.graph import build_graphs
 from eagle_chain.runtime import open_engines
 from tests import qwen_9b
 from tests.toy_pair import write_pair
@@ -50,6 +53,42 @@ def test_a_chain_takes_what_is_reported_capacity_by_capacity(bundle: Path) -> No
         expected = size.total - size.scratch
         assert abs(found - expected) < 0.02 * expected
     assert needs[512].kv > 3.5 * needs[128].kv and needs[512].states == needs[128].states
+
+
+@pytest.mark.parametrize("rows", [256, 512, 1024, 2048])
+def test_scratch_of_a_prompt_is_what_its_graph_holds_at_once(rows: int) -> None:
+    """The graph of the 9B node by node; a value goes when its last reader is done."""
+    pair, options = qwen_9b.configs(8), Options(5, 4608, "bf16", "ort-fused", prefill=rows)
+    model = build_graphs(*pair, qwen_9b.weights(*pair), options)["prefill"]
+    model = with_bound_weights(model, converted="bf16")
+    largest, at = held_at_once(model)
+    assert at == "GatedDeltaPrompt"
+    needs = chain_needs(engine_specs(*pair, options), options, pair[0])[4608]
+    assert abs(needs.scratch / largest - 1) < 0.02
+
+
+def held_at_once(model: onnx.ModelProto) -> tuple[int, str]:
+    """The most bytes that values between nodes take, and the operator that they are held at."""
+    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    sizes, outside = {}, {x.name for x in (*graph.input, *graph.output, *graph.initializer)}
+    for value in graph.value_info:
+        kind = value.type.tensor_type
+        item = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
+        sizes[value.name] = int(np.prod([d.dim_value for d in kind.shape.dim])) * item
+    names: dict[str, str] = {}  # of the value that a reshaped one shares its memory with
+    for node in graph.node:
+        if node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity"):
+            names[node.output[0]] = names.get(node.input[0], node.input[0])
+    readers = {names.get(x, x): i for i, node in enumerate(graph.node) for x in node.input}
+    held: dict[str, int] = {}
+    largest, at = 0, ""
+    for i, node in enumerate(graph.node):
+        made = (x for x in node.output if x not in outside and x not in names)
+        held |= {x: sizes.get(x, 0) for x in made}  # an attention's: smaller than a linear layer's
+        if sum(held.values()) > largest:
+            largest, at = sum(held.values()), node.op_type
+        held = {x: size for x, size in held.items() if readers.get(x, i) > i}
+    return largest, at
 
 
 def test_inspect_adds_it_up(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
