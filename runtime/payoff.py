@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eagle_chain.engines.spec import Options
 from eagle_chain.runtime.along import Found, Text
 from eagle_chain.runtime.bench_report import calls
 from eagle_chain.runtime.exactness import decode_plainly
@@ -16,12 +17,26 @@ CLOCKED = 20  # timed runs of each engine
 FASTER = 1.02  # what another number of drafts must promise to gain before it is recommended
 
 
-def part_times(engines: Engines, position: int) -> dict[str, float]:
-    """Milliseconds of each engine of a round on this machine, medians, by its name in `bench`."""
+def capacity_for(options: Options, tokens: int) -> int:
+    """The smallest capacity that holds so many tokens: what calls cost in attention goes with it.
+
+    A chain runs a text there but for its last calls, whose W rows may end beyond.
+    """
+    return next(size for size in options.capacities if tokens <= size)
+
+
+def part_times(engines: Engines, position: int, capacity: int) -> dict[str, float]:
+    """Milliseconds of each engine of a round on this machine, medians, by its name in `bench`.
+
+    Args:
+        engines: Of the bundle.
+        position: How many tokens the cache holds.
+        capacity: Of the engines to measure, one of the bundle's.
+    """
     options = engines.manifest.options
-    sessions, most = engines.of_capacity(options.capacity), options.width - 1
-    stand = Stand(sessions, options.capacity, most, position)
-    return {name: stand.part(name, CLOCKED).median for name in stand.parts}
+    stand = Stand(engines.of_capacity(capacity), capacity, options.width - 1, position)
+    times = {name: stand.part(name, CLOCKED).median for name in stand.parts}
+    return {options.of_engine(name)[0]: taken for name, taken in times.items()}
 
 
 def speeds(

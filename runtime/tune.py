@@ -30,7 +30,7 @@ from eagle_chain.runtime.load import (
     open_engines,
     runnable,
 )
-from eagle_chain.runtime.payoff import confirm, fastest, part_times, speeds
+from eagle_chain.runtime.payoff import capacity_for, confirm, fastest, part_times, speeds
 from eagle_chain.runtime.plots import PLOT_HELP, check
 from eagle_chain.runtime.prompts import (
     TextFile,
@@ -202,9 +202,10 @@ def _report(
 ) -> dict[str, Any]:
     """All that was found, and what takes the whole engines to find."""
     most, new, found = manifest.options.width - 1, arguments.max_new_tokens, judged[best]
+    capacity = capacity_for(manifest.options, arguments.prompt_tokens + new)
     with phases("tuning") as show:
         show("timing", 0, 0)
-        parts = part_times(engines, arguments.prompt_tokens)
+        parts = part_times(engines, arguments.prompt_tokens, capacity)
         by_k = speeds(found, parts, most, scratch=best.scratch)
         asked = arguments.k or most
         k = fastest(by_k, asked)
@@ -223,6 +224,7 @@ def _report(
         "backend": engines.backend,
         "most": most,
         "settings": settings,
+        "capacity": capacity,
         "parts_ms": parts,
         "speeds": by_k,
         "best": advice(arguments.bundle, manifest, now, best, k),

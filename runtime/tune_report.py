@@ -159,7 +159,8 @@ def _speeds(report: Report) -> list[str]:
             f"{row['tokens_per_second']:9.1f}{end}"
         )
     parts = ", ".join(f"{name} {ms:.2f}" for name, ms in report["parts_ms"].items())
-    return [*lines, f"{'':9}expected from what the engines take here, in ms: {parts}"]
+    what = f"what the engines of capacity {report['capacity']} take here"
+    return [*lines, f"{'':9}expected from {what}, in ms: {parts}"]
 
 
 def plot(report: Report, path: Path) -> None:

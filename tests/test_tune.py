@@ -11,7 +11,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ from eagle_chain.runtime.exactness import Plain
 from eagle_chain.runtime.payoff import confirm, fastest, speeds
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.search import changes, every_setting, overrides_for, search, surely_better
+from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.trial import Setting, Trial
 from eagle_chain.runtime.tune_report import advice, verdict
 from tests.test_demo_pair import DEMO
+from tests.toy_pair import exported, write_pair
 
 PROMPTS, LENGTH, NEW, MOST = 6, 20, 36, 4
 SIZES = ("--prompts", "6", "--prompt-tokens", "20", "--max-new-tokens", "36", "--threads", "1")
@@ -347,6 +349,33 @@ def test_drafts_are_counted_by_what_they_cost() -> None:
     assert fastest(speeds(Found([text(40)], [[0] * 39]), dear, 4, scratch=False), 4) == 0
     cheap = parts | {"draft_step": 0.05}
     assert fastest(speeds(found, cheap, 4, scratch=False), 4) == 4, "no gain, no change"
+
+
+def test_engines_are_timed_at_the_capacity_that_the_prompts_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two capacities the smaller one, unless the prompts are too long for it."""
+    pair = write_pair(tmp_path, layers=4, aux=[0, 1, 2], tokenizer=True)
+    bundle = exported(pair, tmp_path / "bundle", "--capacity", "40,96", "--aux-layers", "0,1,2")
+    (tmp_path / "text.txt").write_text(PROSE)
+    timed = list[tuple[int, int]]()
+
+    class Seen(payoff.Stand):
+        def __init__(self, sessions: Mapping[str, Session], capacity: int, *rest: Any) -> None:
+            super().__init__(sessions, capacity, *rest)
+            kv = next(t for t in sessions["trunk"].spec.all_inputs if t.name == "layers.3.key")
+            timed.append((capacity, kv.shape[2]))
+
+    monkeypatch.setattr(payoff, "Stand", Seen)
+    monkeypatch.setattr(tune, "search", lambda start, *_: start)
+    for new, capacity in (("20", 40), ("21", 96)):
+        capsys.readouterr()
+        words = ["--prompts", "2", "--prompt-tokens", "20", "--max-new-tokens", new, "--json"]
+        assert main(["tune", str(bundle), "--text", str(tmp_path / "text.txt"), *words]) == 0
+        output = capsys.readouterr()
+        assert json.loads(output.out)["capacity"] == capacity
+        assert f"the engines of capacity {capacity} take here" in output.err
+    assert timed == [(40, 45), (96, 101)], "rows of KV: the capacity and the width"
 
 
 # the command ------------------------------------------------------------------------------------
