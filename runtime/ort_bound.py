@@ -101,8 +101,9 @@ def open_bound(
 
 
 def _is_table(manifest: Manifest, name: str) -> bool:
-    """Whether only rows of a weight are read: an embedding that is no head."""
-    heads = {"embed_tokens.weight"} if manifest.trunk.tied_head else set[str]()
+    """Whether only rows of a weight are read: an embedding that is nobody's head."""
+    draft = manifest.draft
+    heads = {manifest.trunk.head, *([draft.head] if draft is not None else [])}
     return name.endswith("embed_tokens.weight") and name not in heads
 
 

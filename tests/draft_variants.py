@@ -79,7 +79,7 @@ def variant_parts(trunk: Config, variant: Variant, **options: Any) -> tuple[Conf
     config, tensors = draft_parts(trunk, aux=list(variant.aux), **options, **sizes)
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": None}
     config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in variant.aux]
-    random, hidden = Random(7, "fp32"), config["hidden_size"]
+    random, hidden = Random(7, options.get("dtype", "fp32")), config["hidden_size"]
     width = config["target_hidden_size"]
 
     def norm(size: int) -> torch.Tensor:
@@ -106,10 +106,12 @@ def variant_parts(trunk: Config, variant: Variant, **options: Any) -> tuple[Conf
     return config, tensors
 
 
-def write_variant(folder: Path, variant: Variant, **trunk: Any) -> tuple[Path, Path]:
+def write_variant(
+    folder: Path, variant: Variant, dtype: str = "fp32", **trunk: Any
+) -> tuple[Path, Path]:
     """Write `folder`/trunk and `folder`/draft; `trunk` are options of `trunk_parts`."""
-    config, tensors = trunk_parts(tied=variant.tied_trunk, extras=False, **trunk)
+    config, tensors = trunk_parts(tied=variant.tied_trunk, extras=False, dtype=dtype, **trunk)
     return (
         save(folder / "trunk", config, tensors),
-        save(folder / "draft", *variant_parts(config, variant)),
+        save(folder / "draft", *variant_parts(config, variant, dtype=dtype)),
     )

@@ -13,7 +13,11 @@ import pytest
 from eagle_chain.engines.bound import bound_weights, with_bound_weights
 from eagle_chain.engines.graphs import bound_graph, load_graph
 from eagle_chain.engines.manifest import Manifest
+from eagle_chain.runtime import open_engines
+from eagle_chain.runtime.ort_bound import BoundSession
+from eagle_chain.runtime.request import RequestOptions
 from eagle_chain.runtime.weights import blocks
+from tests.draft_variants import VARIANTS, write_variant
 from tests.toy_pair import exported, write_pair
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -76,6 +80,40 @@ def test_weights_enter_in_the_dtype_they_are_computed_in(bundle: Path) -> None:
             assert weight.dtype == ("int32" if weight.name == "draft.d2t" else wanted), weight
         inputs = {w.name for w in weights}
         assert not [n for n in model.graph.node if n.op_type == "Cast" and n.input[0] in inputs]
+
+
+TABLES = {  # variant of a draft -> tables that stay as they are stored, and those that become fp32
+    "trunk's embedding as head": ([], ["embed_tokens.weight"]),
+    "another width, its embedding as head": (
+        ["embed_tokens.weight"],
+        ["draft.embed_tokens.weight"],
+    ),
+    "own embedding": (["draft.embed_tokens.weight", "embed_tokens.weight"], []),
+    "tied trunk's head": ([], ["embed_tokens.weight"]),
+}
+
+
+@pytest.mark.parametrize("variant", TABLES)
+def test_an_embedding_that_some_head_is_is_converted_once(variant: str, tmp_path: Path) -> None:
+    """Not in every step, for all engines that share it; tokens are those of plain sessions."""
+    pair = write_variant(tmp_path, VARIANTS[variant], "bf16")
+    bundle = exported(pair, tmp_path / "b", "--capacity", "32")
+    bound = open_engines(bundle, threads=1, bound=True)
+    found: dict[str, set[str]] = {}
+    for session in bound.sessions.values():
+        assert isinstance(session, BoundSession)
+        for tensor in session.weights:
+            if tensor.name.endswith("embed_tokens.weight"):
+                found.setdefault(tensor.dtype, set()).add(tensor.name)
+    stored, converted = TABLES[variant]
+    wanted = {"bf16": set(stored), "fp32": set(converted)}
+    assert found == {dtype: names for dtype, names in wanted.items() if names}
+    request: RequestOptions = {"max_new_tokens": 12, "k": 4}
+    mine, theirs = (
+        engines.chain().generate([1, 2, 3], **request)
+        for engines in (bound, open_engines(bundle, threads=1))
+    )
+    assert mine.tokens == theirs.tokens and mine.stats.accepted == theirs.stats.accepted
 
 
 def test_a_weight_with_two_casts_keeps_its_stored_dtype() -> None:
