@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if code == INTERRUPTED:
-        # CPython kills itself by the signal at the end if the last text that `exec` ran, as
+        # After `python -m` CPython ends by the signal if the last text that `exec` ran, as
         # dataclasses do, was interrupted, whoever caught that. This is now the last one.
         exec("pass")
     return TERMINATED if terminated and code == INTERRUPTED else code

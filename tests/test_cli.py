@@ -199,8 +199,8 @@ sys.exit(main())
     assert json.loads(child.stdout) == {"error": "interrupted"}
 
 
-def test_an_interrupt_of_text_that_is_executed_is_an_exit_code_too() -> None:
-    """As dataclasses do at import; CPython would end by the signal although it was caught."""
+def test_an_interrupt_of_text_that_is_executed_is_an_exit_code_too(tmp_path: Path) -> None:
+    """As dataclasses do at import; `python -m` would end by the signal although it was caught."""
     code = """
 import sys
 from eagle_chain.engines import cli, entry
@@ -209,8 +209,9 @@ def interrupted(words):
 cli.dispatch = interrupted
 sys.exit(entry.main())
 """
-    words = [sys.executable, "-c", code, "--json"]
-    child = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    (tmp_path / "impatient.py").write_text(code)
+    words = [sys.executable, "-m", "impatient", "--json"]
+    child = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (child.returncode, child.stderr) == (130, "eagle-chain: interrupted\n")
     assert json.loads(child.stdout) == {"error": "interrupted"}
 
