@@ -66,8 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(f"the output cannot be written ({error.strerror})", 2, as_json=False)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        try:
+            return _fail(f"the output cannot be written ({error.strerror})", 2, as_json=False)
+        except OSError:  # it was that of errors, or both
+            os.dup2(nowhere, sys.stderr.fileno())
+            return 2
 
 
 def _run(words: list[str]) -> int:
@@ -159,9 +164,11 @@ def _version() -> str:
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:
-    print(f"eagle-chain: {message}", file=sys.stderr)
-    if as_json:
-        print(json.dumps({"error": message}))
+    try:
+        print(f"eagle-chain: {message}", file=sys.stderr)
+    finally:  # either may be full
+        if as_json:
+            print(json.dumps({"error": message}), flush=True)
     return code
 
 

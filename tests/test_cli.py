@@ -13,6 +13,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,18 @@ def test_an_output_that_is_full_is_one_sentence(bundle: Path, options: list[str]
     assert child.stderr.endswith(
         b"eagle-chain: the output cannot be written (No space left on device)\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["inspect", "BUNDLE"], ["inspect", "none"]], ids=" ".join)
+def test_errors_that_cannot_be_written_are_no_failed_check(bundle: Path, words: list[str]) -> None:
+    words = [word.replace("BUNDLE", str(bundle)) for word in words]
+    with open("/dev/full", "w") as full:
+        run = partial(subprocess.run, [*COMMAND, *words, "--json"], stderr=full, timeout=60)
+        assert run(stdout=full).returncode == 2
+        child = run(stdout=subprocess.PIPE)
+    assert child.returncode == 2
+    assert "none" not in words or "no such folder" in json.loads(child.stdout)["error"]
 
 
 @pytest.mark.parametrize("module", ["eagle_chain.export", "eagle_chain.runtime"])
