@@ -21,6 +21,7 @@ PROGRAMS = {  # what is started otherwise than as `eagle-chain`: where its optio
     r"(?:python )?(tests/gpu/\w+\.(?:sh|py))": ("tests/gpu/*.py",),
     r"python (demo/\w+\.py)": ("demo/*.py",),
 }
+QUICK = ("export", "generate", "inspect")  # seconds
 each = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -50,6 +51,21 @@ def test_commands_are_parsed_as_they_stand(document: Path) -> None:
         if words and words[0] == "eagle-chain":
             words = [word.rstrip("]") for word in words]
             _parser(words[1]).parse_args(words[2:])  # an InputError names what it does not take
+
+
+def test_commands_of_the_readme_do_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In their order, but for those that take longer (their own files test them) or a GPU."""
+    for name in ("demo", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    lines = [shlex.split(line) for line in _commands(ROOT / "README.md")]
+    quick = [words[1:] for words in lines if words[1:2] and words[1] in QUICK]
+    assert len(quick) >= 7
+    for words in quick:
+        if "TRUNK" not in words:
+            assert cli.main(words) == 0, f"{words}: {capfd.readouterr().err}"
 
 
 @each
