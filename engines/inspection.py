@@ -17,7 +17,7 @@ from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_
 from eagle_chain.engines.memory import chain_needs, host_bytes_available, of_one_drafter
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import plan_report
-from eagle_chain.engines.progress import human_bytes, progress
+from eagle_chain.engines.progress import counted, human_bytes, progress
 from eagle_chain.engines.savings import savings
 from eagle_chain.engines.spec import (
     ITEM_BYTES,
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     for name in changed:
         print(f"changed  {name}: another SHA-256 than at export")
     if not changed:
-        print(f"checked  {len(manifest.files)} weight files: unchanged since the export")
+        print(f"checked  {counted(len(manifest.files), 'weight file')}: unchanged since the export")
     return Outcome({**report, "changed": changed}, passed=not changed)
 
 

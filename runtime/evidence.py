@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from eagle_chain.engines.progress import counted
 from eagle_chain.runtime.along import Text
 
 NOISE = 3.0  # standard errors: the best of two dozen settings that are alike looks better by two
@@ -40,8 +41,9 @@ def too_few(prompts: int, tokens: int, *, at_best: bool) -> str | None:
         return None
     most, least = ("at most ", "at least ") if at_best else ("", "")
     return (
-        f"{prompts} prompts let drafts be judged behind {most}{tokens} tokens, and a mistake may "
-        f"pass for noise below {ENOUGH}: ask for {least}{wanted(prompts, tokens)} --prompts"
+        f"{prompts} prompts let drafts be judged behind {most}{counted(tokens, 'token')}, and a "
+        f"mistake may pass for noise below {ENOUGH}: ask for {least}{wanted(prompts, tokens)} "
+        "--prompts"
     )
 
 

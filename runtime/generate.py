@@ -172,7 +172,10 @@ def run(arguments: argparse.Namespace) -> Outcome:
     print(f"[{lines}]", file=sys.stderr)
     if saved := given.saved:
         size = human_bytes(saved.bytes)
-        print(f"wrote {saved.file}: a prefix of {saved.tokens} tokens, {size}", file=sys.stderr)
+        print(
+            f"wrote {saved.file}: a prefix of {counted(saved.tokens, 'token')}, {size}",
+            file=sys.stderr,
+        )
     report = given.to_json()
     report["warnings"] = [*_ignored(arguments, drafter), *report["warnings"]]
     if not engines.stop_ids:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import open_plain
-from eagle_chain.engines.progress import human_bytes
+from eagle_chain.engines.progress import counted, human_bytes
 from eagle_chain.runtime.buffers import NUMPY_DTYPES, Buffer
 from eagle_chain.runtime.cache import Cache, Counters, Snapshot
 
@@ -146,8 +146,8 @@ class Prefix:
         held = len(self.counters.tokens)
         if held > capacity:
             raise InputError(
-                f"{self.path}: holds {held} tokens, the bundle's capacity is {capacity}: "
-                "export with a larger --capacity"
+                f"{self.path}: holds {counted(held, 'token')}, the bundle's capacity is "
+                f"{capacity}: export with a larger --capacity"
             )
 
     def load(self, cache_for: Callable[[int], Cache]) -> Snapshot:
@@ -192,8 +192,8 @@ def _drafter(names: Collection[str]) -> str:
 def _check_drafter(path: Path, theirs: str, ours: str) -> None:
     if theirs != ours:
         raise InputError(
-            f"{path}: was saved with the drafter {theirs}, whose states it holds, and this chain "
-            f"has {ours}: take --drafter {theirs}, or make the file again"
+            f"{path}: was saved with the drafter {theirs} and has the states of no other, and this "
+            f"chain has {ours}: take --drafter {theirs}, or make the file again"
         )
 
 

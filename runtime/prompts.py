@@ -13,6 +13,7 @@ from pathlib import Path
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_bounded
+from eagle_chain.engines.progress import counted
 from eagle_chain.runtime.tokenizer import Tokenizer
 
 FIELDS = ("text", "t")  # of a line of JSON lines, the first that is there
@@ -83,9 +84,9 @@ def check_prompt_sizes(
     length = arguments.prompt_tokens
     if length + arguments.max_new_tokens > capacity:
         raise InputError(
-            f"prompts of {length} tokens and {arguments.max_new_tokens} new ones take more than "
-            f"the bundle's capacity of {capacity}: ask for fewer, or export with a larger "
-            "--capacity"
+            f"prompts of {counted(length, 'token')} and {arguments.max_new_tokens} new ones take "
+            f"more than the bundle's capacity of {capacity}: ask for fewer, or export with a "
+            "larger --capacity"
         )
 
 
@@ -166,15 +167,15 @@ def cut_prompts(
     span = length - len(head)
     if span < 1:
         raise InputError(
-            f"the prefix has {len(head)} tokens, which leaves nothing of a prompt of {length}: "
-            "ask for longer prompts"
+            f"the prefix has {counted(len(head), 'token')}, which leaves nothing of a prompt of "
+            f"{length}: ask for longer prompts"
         )
     documents = [tokenizer.encode(text) for text in file.documents]
     places = [max(0, len(ids) - span + 1) for ids in documents]  # where a prompt can start
     ends = list(accumulate(places))
     if ends[-1] < count:
         raise InputError(
-            f"{file.path}: has room for {ends[-1]} different prompts of {span} tokens "
+            f"{file.path}: has room for {ends[-1]} different prompts of {counted(span, 'token')} "
             f"({_longest(documents)}), {count} are asked for: give more text, or ask for fewer or "
             "shorter prompts"
         )
@@ -190,5 +191,5 @@ def cut_prompts(
 def _longest(documents: Sequence[Sequence[int]]) -> str:
     longest = max(map(len, documents))
     if len(documents) == 1:
-        return f"it has {longest} tokens"
+        return f"it has {counted(longest, 'token')}"
     return f"the longest of {len(documents)} documents has {longest}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.progress import counted
 from eagle_chain.runtime.adaptive import Drafts, Pace
 
 Fed = Callable[[int], None]  # hears how many tokens the cache holds while a prompt is fed
@@ -50,10 +51,15 @@ class Limits:
                 f"0 to {self.vocab_size - 1}"
             )
         if held + len(prompt) > self.capacity:
+            if held >= self.capacity:
+                raise InputError(
+                    f"nothing fits behind {counted(held, 'cached token')}, as the bundle's "
+                    f"capacity is {self.capacity}: export with a larger --capacity"
+                )
             behind = f" behind {held} cached ones" if held else ""
             raise InputError(
-                f"the prompt has {len(prompt)} tokens{behind}, but the bundle's capacity is "
-                f"{self.capacity}: shorten it or export with a larger --capacity"
+                f"the prompt has {counted(len(prompt), 'token')}{behind}, but the bundle's "
+                f"capacity is {self.capacity}: shorten it or export with a larger --capacity"
             )
         return prompt
 

@@ -18,7 +18,7 @@ from eagle_chain.engines.fields import read_json
 from eagle_chain.engines.flavours import FLAVOURS
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
-from eagle_chain.engines.progress import phases
+from eagle_chain.engines.progress import counted, phases
 from eagle_chain.runtime.along import Found
 from eagle_chain.runtime.evidence import judged_tokens, too_few, wanted
 from eagle_chain.runtime.load import (
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     prompts = _different_prompts(arguments, text)
     print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
     print(
-        f"prompts   {len(prompts)} of {arguments.prompt_tokens} tokens, up to "
+        f"prompts   {len(prompts)} of {counted(arguments.prompt_tokens, 'token')}, up to "
         f"{arguments.max_new_tokens} new ones each; backend {backend}\n",
         flush=True,
     )

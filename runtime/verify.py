@@ -10,7 +10,7 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
-from eagle_chain.engines.progress import phases
+from eagle_chain.engines.progress import counted, phases
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.exactness import (
     BIT_EXACT,
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     documents = f", {count} documents" if count > 1 else ""
     print(f"text      {text.path}: {text.kind}{documents}")
     print(
-        f"prompts   {len(prompts)} of {arguments.prompt_tokens} tokens, "
+        f"prompts   {len(prompts)} of {counted(arguments.prompt_tokens, 'token')}, "
         f"up to {arguments.max_new_tokens} new ones each; backend {engines.backend}",
         flush=True,
     )

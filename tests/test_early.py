@@ -22,15 +22,17 @@ Refused = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle, a kept sequence of 40 tokens in `prefix`, and a text."""
+    """A bundle, a text, kept sequences of 40 tokens in `prefix` and 64, the capacity, in `full`."""
     folder = tmp_path_factory.mktemp("early")
     pair = write_pair(folder, layers=4, aux=[0, 1, 2], tokenizer=True)
     exported(pair, folder / "bundle", "--capacity", "64", "--aux-layers", "0,1,2")
     (folder / "text").write_text(
         "Nothing is worth more than this day, said the old man to her. " * 3
     )
-    words = ["--save-prefix", str(folder / "prefix"), "--max-new-tokens", "0", "--threads", "1"]
-    assert cli.main(["generate", str(folder / "bundle"), "--prompt", "x" * 40, *words]) == 0
+    for name, length in (("prefix", 40), ("full", 64)):
+        words = ["--save-prefix", str(folder / name), "--max-new-tokens", "0", "--threads", "1"]
+        prompt = ["--prompt", "x" * length]
+        assert cli.main(["generate", str(folder / "bundle"), *prompt, *words]) == 0
     return folder
 
 
@@ -66,6 +68,7 @@ GENERATE = {
     "empty": (["--prompt", ""], "the prompt is empty"),
     "long": (["--prompt", "x" * 65], "capacity is 64"),
     "long behind a prefix": (["--prompt", "x" * 30, "--prefix", "prefix"], "behind 40 cached"),
+    "full prefix": (["--prompt", "", "--prefix", "full"], "nothing fits behind 64 cached tokens"),
     "prefix": (["--prefix", "text"], "is not a whole prefix file"),
     "no prefix": (["--prefix", "none"], "cannot be read"),
     "another drafter": (["--drafter", "ngram", "--prefix", "prefix"], "take --drafter eagle, or"),
