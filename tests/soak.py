@@ -1,10 +1,11 @@
 """Thousands of requests on one loaded chain: flat memory, and the first answers once more.
 
-`python -m tests.soak BUNDLE [--requests 5000]` mixes, from a fixed seed, requests of any length, K
-and drafter (the bundle's own, none, a noisy one), turns of conversations, snapshots with branches
-and returns, streams that are left early, failures of the trunk in the middle and requests that are
-refused. Every token is compared with plain decoding of the same prompt. At the end the first
-requests are made again: the same tokens, the same accepted counts, the same bits of every state.
+`python -m tests.soak BUNDLE [--requests 5000] [--seconds 60]` mixes, from a fixed seed, requests of
+any length, K and drafter (the bundle's own, none, a noisy one), turns of conversations, snapshots
+with branches and returns, streams that are left early, failures of the trunk in the middle and
+requests that are refused. Every token is compared with plain decoding of the same prompt. At the
+end the first requests are made again: the same tokens, the same accepted counts, the same bits of
+every state.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from eagle_chain.engines.errors import InputError
 from eagle_chain.runtime import Engines, open_engines
 from eagle_chain.runtime.chain import Chain
+from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import Drafter, NoDrafter
 from tests.toy import Over
 
@@ -185,8 +187,20 @@ class Soak:
         return digest.hexdigest()
 
 
-def soak(engines: Engines, requests: int, **sizes: int) -> dict[str, Any]:
-    """Make the requests; raises AssertionError where an answer is wrong."""
+def free_on_device(engines: Engines) -> int:
+    """Bytes; 0 where the memory is the host's."""
+    gc.collect()
+    return engines.memory.free_bytes() if isinstance(engines.memory, CudaMemory) else 0
+
+
+def soak(
+    engines: Engines, requests: int, seconds: float = float("inf"), **sizes: int
+) -> dict[str, Any]:
+    """Make the requests, as many as there is time for but fifty at least, and those once more.
+
+    Raises:
+        AssertionError: An answer is wrong.
+    """
     run = Soak(engines, **sizes)
     allocations, allocate = itertools.count(), engines.memory.allocate
 
@@ -198,8 +212,11 @@ def soak(engines: Engines, requests: int, **sizes: int) -> dict[str, Any]:
     start = time.monotonic()
     again = range(min(AGAIN, requests))
     first = [run.request(i) for i in again]
-    memory = [resident()]
+    memory, free = [resident()], free_on_device(engines)
     for i in range(len(again), requests):
+        if time.monotonic() - start > seconds:
+            requests = i
+            break
         run.request(i)
         if i % STRETCH == 0:
             memory.append(resident())
@@ -215,6 +232,7 @@ def soak(engines: Engines, requests: int, **sizes: int) -> dict[str, Any]:
         "highest_mb": round(max(memory) / 1e6, 2),
         "last_mb": round(memory[-1] / 1e6, 2),
         "growth_of_second_half_kb": round((half[-1] - half[0]) / 1e3),
+        "device_kb_lost": round((free - free_on_device(engines)) / 1e3),
         "growths_kb": [round((b - a) / 1e3) for a, b in itertools.pairwise(memory)],
     }
 
@@ -223,8 +241,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("bundle")
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--backend", default="auto")
     arguments = parser.parse_args()
     engines = open_engines(arguments.bundle, arguments.backend, threads=1)
-    report = soak(engines, arguments.requests)
+    report = soak(engines, arguments.requests, arguments.seconds)
     print(json.dumps(report))
