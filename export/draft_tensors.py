@@ -240,8 +240,9 @@ def has_absolute_ids(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -
         )
     if marked is not None and any(_is_mapping(ids, size, None) for ids in readings.values()):
         raise InputError(_other_marks(tensors["t2d"]))
+    wanted = "ids without repeats" if marked is not None else "strictly ascending ids"
     raise InputError(
-        f"{where} must map to strictly ascending ids from 0 to {size - 1}, got "
+        f"{where} must map to {wanted} from 0 to {size - 1}, got "
         f"{readings[False].min()} to {readings[False].max()} read as offsets, {stored.min()} to "
         f"{stored.max()} read as ids; download it again"
     )

@@ -332,8 +332,10 @@ def test_a_draft_is_called_another_trunk_s_only_if_no_setting_helps() -> None:
         return {"now": False, "best": False, "changed": ["--rotary-dim", "8"], **share, **marks}
 
     bad, good = row(0.1, now=True, best=True), row(0.6)
-    assert any("at most 10% of the first drafts" in s for s in verdict([bad, row(0.0)], [], 1, 1))
-    assert not any("another trunk" in s for s in verdict([good, bad], [], 1, 1))
+    assert any(
+        "at most 10% of the first drafts" in s for s in verdict([bad, row(0.0)], 2, [], 1, 1)
+    )
+    assert not any("another trunk" in s for s in verdict([good, bad], 2, [], 1, 1))
 
 
 def test_drafts_are_counted_by_what_they_cost() -> None:
