@@ -22,7 +22,6 @@ from eagle_chain.engines.progress import counted, phases
 from eagle_chain.runtime.along import Found
 from eagle_chain.runtime.evidence import judged_tokens, too_few, wanted
 from eagle_chain.runtime.load import (
-    BACKEND_HELP,
     BACKENDS,
     Backend,
     Engines,
@@ -55,7 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-kv", choices=("kept", "scratch"), default="kept", help="as it is run now (kept)"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,  # those of TensorRT are refused with the way to go
+        metavar="{auto,onnxruntime-cpu,onnxruntime-cuda}",
+        default="auto",
+        help="what runs it (auto: the ONNX Runtime of the profile)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (all)")
     parser.add_argument("--plot", metavar="FILE", type=Path, help=PLOT_HELP)
 

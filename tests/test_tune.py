@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_chain.engines.cli import main
+from eagle_chain.engines.cli import main, parser_for
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest, Plan
@@ -322,6 +322,10 @@ def test_plans_are_built_again_as_they_were(folder: Path, right: DraftConfig) ->
         "eagle-chain build b --backend tensorrt --level 3",
         "eagle-chain build b --backend tensorrt-rtx --compute-capability 8.6 8.9 --weights baked",
     ]
+
+
+def test_the_help_offers_what_is_taken() -> None:
+    assert "tensorrt" not in parser_for("tune").format_help()
 
 
 def test_a_draft_is_called_another_trunk_s_only_if_no_setting_helps() -> None:
