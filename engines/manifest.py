@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -259,45 +259,57 @@ def _check_fit(trunk: TrunkConfig, draft: DraftConfig) -> None:
 
 def _check_names(manifest: Manifest) -> None:
     """Paths stay inside the bundle, hashes look like hashes, weights lie inside their files."""
-    hashes = [(f"graphs[{name!r}]", digest) for name, digest in manifest.graphs.items()]
     for name, file in manifest.files.items():
-        hashes += [
-            (f"files[{name!r}].sha256", file.sha256),
-            (f"files[{name!r}].sample", file.sample),
-        ]
         if file.size < 8:
             raise InputError(f"files[{name!r}].size is {file.size}, expected 8 bytes or more")
-    hashes += [(f"plans[{name!r}].sha256", plan.sha256) for name, plan in manifest.plans.items()]
-    for where, digest in hashes:
+    for where, digest in _hashes(manifest):
         if not _HASH.fullmatch(digest):
             raise InputError(f"{where} is {shown(digest)}, expected 64 hexadecimal digits")
-    for name in [*manifest.graphs, *manifest.files, *manifest.plans]:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name:
-            raise InputError(f"path {name!r} is not a plain path inside the bundle")
-        if not path.parts or any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
-            raise InputError(f"path {name!r} is not a file name")
+    for name in (*manifest.graphs, *manifest.files, *manifest.plans):
+        _check_path(name)
     for name, weight in manifest.weights.items():
-        where = f"weights[{name!r}]"
-        if weight.file not in manifest.files:
-            raise InputError(f"{where}.file is {weight.file!r}, which files does not list")
-        if weight.dtype not in STORED_BYTES:
-            raise InputError(
-                f"{where}.dtype is {weight.dtype!r}, expected one of {listed(STORED_BYTES)}"
-            )
-        if weight.offset < 8 or any(extent < 1 for extent in weight.shape):
-            raise InputError(
-                f"{where} has offset {weight.offset} and shape {list(weight.shape)}, "
-                "expected an offset of 8 or more and extents of 1 or more"
-            )
-        size = manifest.files[weight.file].size
-        if weight.offset + weight.nbytes > size:
-            raise InputError(
-                f"{where} ends at byte {weight.offset + weight.nbytes}, {weight.file} has {size}"
-            )
+        _check_weight(f"weights[{name!r}]", weight, manifest.files)
     for kind, count in manifest.ignored.items():
         if count < 0:
             raise InputError(f"ignored[{kind!r}] is {count}, expected 0 or more")
+
+
+def _hashes(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Every hash, and where it stands."""
+    for name, digest in manifest.graphs.items():
+        yield f"graphs[{name!r}]", digest
+    for name, file in manifest.files.items():
+        yield f"files[{name!r}].sha256", file.sha256
+        yield f"files[{name!r}].sample", file.sample
+    for name, plan in manifest.plans.items():
+        yield f"plans[{name!r}].sha256", plan.sha256
+
+
+def _check_path(name: str) -> None:
+    """It names a file and stays inside the bundle."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name:
+        raise InputError(f"path {name!r} is not a plain path inside the bundle")
+    if not path.parts or any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
+        raise InputError(f"path {name!r} is not a file name")
+
+
+def _check_weight(where: str, weight: Weight, files: Mapping[str, WeightFile]) -> None:
+    """It lies inside one of the files, behind the length of the header."""
+    if weight.file not in files:
+        raise InputError(f"{where}.file is {weight.file!r}, which files does not list")
+    if weight.dtype not in STORED_BYTES:
+        raise InputError(
+            f"{where}.dtype is {weight.dtype!r}, expected one of {listed(STORED_BYTES)}"
+        )
+    if weight.offset < 8 or any(extent < 1 for extent in weight.shape):
+        raise InputError(
+            f"{where} has offset {weight.offset} and shape {list(weight.shape)}, "
+            "expected an offset of 8 or more and extents of 1 or more"
+        )
+    end, size = weight.offset + weight.nbytes, files[weight.file].size
+    if end > size:
+        raise InputError(f"{where} ends at byte {end}, {weight.file} has {size}")
 
 
 def _check_spec(where: str, got: EngineSpec, wanted: EngineSpec) -> None:

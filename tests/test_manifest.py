@@ -221,6 +221,9 @@ BROKEN: dict[str, tuple[Callable[[Data], None], str]] = {
     "graph hash null": (put("graphs", "draft.onnx", to=None), "is null, expected text"),
     "size text": (put("files", WEIGHTS, "size", to="1"), "expected a whole number"),
     "size other": (put("files", WEIGHTS, "size", to=400_000), "400000 at export"),
+    "size of no file": (put("files", WEIGHTS, "size", to=7), "expected 8 bytes or more"),
+    "file hash": (put("files", WEIGHTS, "sha256", to="0" * 63), "64 hexadecimal digits"),
+    "sample long": (put("files", WEIGHTS, "sample", to="0" * 65), "64 hexadecimal digits"),
     "sample other": (put("files", WEIGHTS, "sample", to="0" * 64), "is not the file"),
     "weight file": (put("weights", "embed", "file", to="x"), "which files does not list"),
     "weight dtype": (put("weights", "embed", "dtype", to="FP8"), "dtype is 'FP8'"),
@@ -237,6 +240,15 @@ def test_a_broken_value_is_named(bundle: Path, name: str) -> None:
     change, expected = BROKEN[name]
     edit(bundle, change)
     assert expected in refusal(bundle)
+
+
+def test_a_weight_ends_with_its_file_or_before(bundle: Path) -> None:
+    manifest = Manifest.load(bundle)
+    inside = (w for w in manifest.weights.values() if w.file == WEIGHTS)
+    end = max(weight.offset + weight.nbytes for weight in inside)
+    assert manifest.files[WEIGHTS].size >= end
+    edit(bundle, put("files", WEIGHTS, "size", to=end - 1))
+    assert f"ends at byte {end}, {WEIGHTS} has {end - 1}" in refusal(bundle)
 
 
 ESCAPES = [
