@@ -5,7 +5,9 @@
 #                                               bundles of every profile and dtype, and recordings
 #   tests/gpu/parity.sh run OUT [BACKEND ...]   where the GPU is ($PYTHON, python3); Polygraphy too.
 #                                               Without a backend: onnxruntime-cuda for all profiles,
-#                                               TensorRT flavours for those of standard ONNX
+#                                               TensorRT flavours for those of standard ONNX. ONLY=TEXT:
+#                                               bundles with that in their name; LIMIT=540: seconds for
+#                                               all, what does not fit is left out
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 verb=${1:?prepare or run} out=$(realpath -m "${2:?a folder}")
@@ -28,16 +30,19 @@ if [ "$verb" = prepare ]; then
   exit
 fi
 
-python=${PYTHON:-python3} failed=0
+python=${PYTHON:-python3} failed=0 limit=${LIMIT:-540}
 one() {  # PROFILE-DTYPE BACKEND
-  local recording=$out/recording
+  local recording=$out/recording begin=$SECONDS left=$((limit - SECONDS)) code=0
   [[ $1 = ort-cuda-* ]] && recording=$out/recording-ort-cuda
-  echo "== $1 on $2"
-  chain parity "$out/$1" --backend "$2" --load "$recording" --json > "$out/$1-$2.json" || failed=1
+  [ "$left" -gt 5 ] || { echo "== $1 on $2: left out"; return; }
+  PYTHONPATH=$out/path:$root:${PYTHONPATH:-} timeout "$left" "$python" -m eagle_chain.engines parity \
+    "$out/$1" --backend "$2" --load "$recording" --json > "$out/$1-$2.json" || code=$? failed=1
+  echo "== [${SECONDS}s] $1 on $2: exit code $code, $((SECONDS - begin)) s;" \
+    "$(head -c 300 "$out/$1-$2.json" | grep -o '"passed".*"bundle"' || true)"
 }
-for bundle in "$out"/{portable,standard,ort-fused,ort-cuda}-{fp32,fp16,bf16}; do
-  [ -d "$bundle" ] || continue
+for bundle in "$out"/{ort-fused,ort-cuda,portable,standard}-{bf16,fp16,fp32}; do
   name=$(basename "$bundle")
+  [[ -d $bundle && $name = *${ONLY:-}* ]] || continue
   backends=("$@")
   [ $# -gt 0 ] || backends=(onnxruntime-cuda)
   for backend in "${backends[@]}"; do

@@ -6,6 +6,7 @@
 #   tests/gpu/trt.sh run OUT [options of trt_series.py]            in the Python that has TensorRT
 #                                           ($PYTHON, default python3), with its own environment
 #
+# PREFILL=64 exports engines for prompts as well, which take TensorRT longer to build than the rest.
 # Both need numpy, onnx, onnx-ir, Polygraphy and rich; EXTRA may name a folder that has what a Python lacks.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -25,7 +26,7 @@ if [ "$verb" = prepare ]; then
       [ "$pair" = demo ] && folder=$root/demo aux=()
       bundle=$out/$pair-$dtype
       torch -m eagle_chain.engines export "$folder/trunk" "$folder/draft" -o "$bundle" \
-        --dtype "$dtype" --capacity 128 --debug logits "${aux[@]}"
+        --dtype "$dtype" --capacity 128 --debug logits --prefill "${PREFILL:-0}" --no-mtp "${aux[@]}"
       [ -d "$out/$pair-recording" ] ||
         torch -m eagle_chain.engines record "$bundle" -o "$out/$pair-recording" --part
     done

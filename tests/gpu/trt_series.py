@@ -88,6 +88,13 @@ class Series(Steps):
             found["some"] = sorted({line[:200] for line in log})[:6]
         return found
 
+    def built(self, bundle: Path) -> Any:
+        """The same, and a failure where it fails; `build` has told why on stderr."""
+        found = self.build(bundle)
+        if found["exit"]:
+            raise RuntimeError(f"build ended with {found}")
+        return found
+
     def parity(self, bundle: Path, recording: Path) -> Any:
         """Every output of every engine against PyTorch."""
         words = ["--backend", "tensorrt", "--load", str(recording)]
@@ -379,7 +386,7 @@ def main() -> int:
         name, _, paths = word.partition("=")
         bundle, recording = (Path(p).resolve() for p in paths.split(","))
         stages += [
-            (f"{name}-build", lambda b=bundle: s.build(b), 60),
+            (f"{name}-build", lambda b=bundle: s.built(b), 60),
             (f"{name}-parity", lambda b=bundle, r=recording: s.parity(b, r), 15),
             (f"{name}-chains", lambda b=bundle: s.chains(b), 20),
             (f"{name}-aliasing", lambda b=bundle: s.aliasing(b), 10),
