@@ -25,7 +25,8 @@ from eagle_chain.engines.flavours import (
 )
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.graphs import baked_weights, bound_graph, load_graph
-from eagle_chain.engines.manifest import Manifest, Plan, file_hash
+from eagle_chain.engines.integrity import file_hash
+from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.memory import Estimate, chain_bytes, check_room, estimate
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import PLANS, Target, machine, source_hash

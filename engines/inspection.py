@@ -13,7 +13,8 @@ from typing import Any
 from eagle_chain.engines.description import pair_lines, source_lines
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.gpu import device_info
-from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest, file_hash
+from eagle_chain.engines.integrity import file_hash
+from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest
 from eagle_chain.engines.memory import chain_needs, host_bytes_available, of_one_drafter
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import plan_report

@@ -15,7 +15,8 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_plain
 from eagle_chain.engines.flavours import RTX, Flavour
 from eagle_chain.engines.gpu import Device
-from eagle_chain.engines.manifest import Manifest, Plan, file_hash
+from eagle_chain.engines.integrity import file_hash
+from eagle_chain.engines.manifest import Manifest, Plan
 
 PLANS = "plans"
 LAYERS = ".layers.json"  # beside a plan: what TensorRT's inspector says of it

@@ -19,14 +19,13 @@ from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.draft_keys import is_draft
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.fields import read_json
+from eagle_chain.engines.integrity import file_hash, sample_hash
 from eagle_chain.engines.manifest import (
     HALF_WRITTEN,
     MANIFEST,
     Manifest,
     Weight,
     WeightFile,
-    file_hash,
-    sample_hash,
 )
 from eagle_chain.engines.overrides import NONE, DraftOverrides
 from eagle_chain.engines.progress import human_bytes, progress

@@ -17,7 +17,8 @@ from eagle_chain.engines.cli import dispatch
 from eagle_chain.engines.config import DraftConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import Manifest, file_hash
+from eagle_chain.engines.integrity import file_hash
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.overrides import DraftOverrides
 from eagle_chain.runtime import ort_cuda
 from eagle_chain.runtime.along import Found, Layer, Text, encode, record

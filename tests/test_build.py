@@ -189,7 +189,7 @@ def test_a_graph_that_cannot_be_parsed_is_named(
 
 def add_node(bundle: Path, graph: str, op_type: str, domain: str) -> None:
     """Put a node in front of the first output, and make the manifest agree with the file."""
-    from eagle_chain.engines.manifest import file_hash
+    from eagle_chain.engines.integrity import file_hash
 
     model = onnx.load(str(bundle / graph), load_external_data=False)
     last = model.graph.node[-1]

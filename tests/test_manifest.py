@@ -16,14 +16,13 @@ import pytest
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.integrity import file_hash, sample_hash
 from eagle_chain.engines.manifest import (
     FORMAT,
     Manifest,
     Plan,
     Weight,
     WeightFile,
-    file_hash,
-    sample_hash,
 )
 from eagle_chain.engines.spec import Options, check_options
 

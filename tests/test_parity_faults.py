@@ -19,7 +19,8 @@ import onnx
 import pytest
 
 from eagle_chain.engines.cli import main
-from eagle_chain.engines.manifest import Manifest, file_hash
+from eagle_chain.engines.integrity import file_hash
+from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.export.lowering import Portable

@@ -21,7 +21,8 @@ import torch
 from eagle_chain.engines import files, kernel_library
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.manifest import MANIFEST, Manifest, file_hash, sample_hash
+from eagle_chain.engines.integrity import file_hash, sample_hash
+from eagle_chain.engines.manifest import MANIFEST, Manifest
 from eagle_chain.engines.staging import staged
 from eagle_chain.export.weight_files import OTHER_FORMATS, read_header
 from eagle_chain.runtime import load, open_engines
