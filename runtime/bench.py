@@ -17,12 +17,12 @@ from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import phases
 from eagle_chain.engines.spec import DTYPES, PROFILES, Options
 from eagle_chain.runtime.bench_engines import SHAPES, Engines, of_bundle, of_shapes
-from eagle_chain.runtime.bench_report import calls, plot, table
+from eagle_chain.runtime.bench_report import plot, table
 from eagle_chain.runtime.cuda import CudaMemory
-from eagle_chain.runtime.drafters import DRAFT_ENGINES
+from eagle_chain.runtime.drafters import DRAFT_ENGINES, engine_calls
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines, runnable
 from eagle_chain.runtime.measure import Clock, copy_bandwidth, state_bytes
-from eagle_chain.runtime.plots import PLOT_HELP, check
+from eagle_chain.runtime.plots import PLOT_HELP, check_plot
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.stats import Stats
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         raise InputError("random weights accept nothing: --text needs a BUNDLE")
     _settle_shapes(arguments)
     if arguments.plot:
-        check(arguments.plot)  # now, not after the minutes that measuring takes
+        check_plot(arguments.plot)  # now, not after the minutes that measuring takes
     prompts = _prompts(arguments) if arguments.text else []
     with ExitStack() as stack, phases("measuring") as show:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -227,7 +227,7 @@ def measure(
         "bandwidth": bandwidth,
         "parts": parts,
         "rounds": {
-            str(j): _round(calls(j, engines.drafter), taken, parts)
+            str(j): _round(engine_calls(j, engines.drafter), taken, parts)
             for j, taken in sorted(times.rounds.items())
         },
         "wall": wall.to_json() if wall else None,
@@ -263,7 +263,7 @@ def _timed(
 
     drafted = stand(k)
     parts = {"plain": stand(0).part("plain", runs)}
-    called = calls(k, engines.drafter)
+    called = engine_calls(k, engines.drafter)
     parts |= {name: drafted.part(name, runs) for name in called if name in drafted.parts}
     if alone is not None:
         parts["plain, width 1"] = stand(0, alone).part("plain", runs)

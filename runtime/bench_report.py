@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_chain.engines.progress import human_bytes
-from eagle_chain.runtime.drafters import DRAFT_ENGINES
+from eagle_chain.runtime.drafters import engine_calls
 from eagle_chain.runtime.plots import pyplot, save
 
 
@@ -110,7 +110,7 @@ def _stacks(axes: Any, report: Mapping[str, Any]) -> None:
     for x, k in enumerate(ks):
         for shift, key, alpha in bars:
             bottom = 0.0
-            for colour, (name, times) in enumerate(calls(k, report["drafter"]).items()):
+            for colour, (name, times) in enumerate(engine_calls(k, report["drafter"]).items()):
                 height = times * parts[name][key] if times else 0.0
                 label = name if k == max(ks) and key == "median_ms" else None
                 style = {"color": f"C{colour}", "alpha": alpha, "label": label}
@@ -123,11 +123,3 @@ def _stacks(axes: Any, report: Mapping[str, Any]) -> None:
     axes.set_xticks(range(len(ks)), [f"k = {k}" for k in ks])
     axes.set(ylabel="ms a round" + (", pale: the floor" if floors else ""), xlim=(-0.6, None))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncol=3, frameon=False)
-
-
-def calls(k: int, drafter: str | None) -> dict[str, int]:
-    """How often a round of k drafts calls each engine."""
-    if not k or drafter is None:
-        return {"plain": 1}
-    encoder, extend, step = DRAFT_ENGINES[drafter]
-    return {"verify": 1} | ({encoder: 1} if encoder else {}) | {extend: 1, step: k - 1}

@@ -26,6 +26,14 @@ DRAFT_ENGINES: dict[str, tuple[str | None, str, str]] = {
 }
 
 
+def engine_calls(k: int, drafter: str | None) -> dict[str, int]:
+    """How often a round of k drafts calls each engine, the trunk under its name for clocks."""
+    if not k or drafter is None:
+        return {"plain": 1}
+    encoder, extend, step = DRAFT_ENGINES[drafter]
+    return {"verify": 1} | ({encoder: 1} if encoder else {}) | {extend: 1, step: k - 1}
+
+
 class Drafter(Protocol):
     """Guesses tokens for one cache; the chain tells it of every trunk call, in order.
 

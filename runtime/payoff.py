@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle_chain.engines.spec import Options
 from eagle_chain.runtime.along import Found, Text
-from eagle_chain.runtime.bench_report import calls
+from eagle_chain.runtime.drafters import engine_calls
 from eagle_chain.runtime.exactness import decode_plainly
 from eagle_chain.runtime.load import Engines
 from eagle_chain.runtime.stand import Stand
@@ -45,7 +45,9 @@ def speeds(
     """For rounds of 0 to `most` drafts: what one gives, what it takes, tokens a second."""
     rows = []
     for k in range(most + 1):
-        times = calls(k, "eagle") if k else {"verify": 1}  # the trunk runs W rows in any case
+        times = (
+            engine_calls(k, "eagle") if k else {"verify": 1}
+        )  # the trunk runs W rows in any case
         if scratch and k:  # its first row stands alone
             times = {**times, "draft": 0, "draft_step": k}
         taken = sum(count * parts[name] for name, count in times.items() if count)

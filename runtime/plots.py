@@ -27,7 +27,7 @@ def pyplot() -> Any:
     return importlib.import_module("matplotlib.pyplot")
 
 
-def check(path: Path) -> None:
+def check_plot(path: Path) -> None:
     """Refuse, before long work, a file that `save` could not write.
 
     Raises:

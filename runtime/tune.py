@@ -30,7 +30,7 @@ from eagle_chain.runtime.load import (
     runnable,
 )
 from eagle_chain.runtime.payoff import capacity_for, confirm, fastest, part_times, speeds
-from eagle_chain.runtime.plots import PLOT_HELP, check
+from eagle_chain.runtime.plots import PLOT_HELP, check_plot
 from eagle_chain.runtime.prompts import (
     TextFile,
     add_prompt_arguments,
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     manifest = Manifest.load(arguments.bundle)
     draft, backend = _checked(arguments, manifest)
     if arguments.plot is not None:
-        check(arguments.plot)  # now, not after the minutes that tuning takes
+        check_plot(arguments.plot)  # now, not after the minutes that tuning takes
     prompts = _different_prompts(arguments, text)
     print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
     print(

@@ -22,8 +22,8 @@ from eagle_chain.export import shapes
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.runtime import bench
 from eagle_chain.runtime.bench_engines import head_of
-from eagle_chain.runtime.bench_report import calls
 from eagle_chain.runtime.buffers import HostMemory
+from eagle_chain.runtime.drafters import engine_calls
 from eagle_chain.runtime.measure import Clock, random_tensors, state_bytes, weight_bytes
 from eagle_chain.runtime.stand import Stand
 from tests import qwen_9b
@@ -240,12 +240,12 @@ def test_the_floor_is_that_of_the_weights() -> None:
     taken = Clock((2.0, 4.0, 6.0))
     parts = {n: {"floor_ms": f} for n, f in (("verify", 1), ("encoder", 0.5), ("draft", 0.25))}
     parts["draft_step"] = {"floor_ms": 0.125}
-    found = bench._round(calls(3, "eagle"), taken, parts)
+    found = bench._round(engine_calls(3, "eagle"), taken, parts)
     assert (found["floor_ms"], found["over_floor"]) == (2.0, 2.0)
-    assert bench._round(calls(1, "eagle"), taken, parts)["floor_ms"] == 1.75
-    assert "floor_ms" not in bench._round(calls(1, "eagle"), taken, {n: {} for n in parts})
+    assert bench._round(engine_calls(1, "eagle"), taken, parts)["floor_ms"] == 1.75
+    assert "floor_ms" not in bench._round(engine_calls(1, "eagle"), taken, {n: {} for n in parts})
     own = {"verify": {"floor_ms": 1}, "mtp": {"floor_ms": 0.25}, "mtp_step": {"floor_ms": 0.125}}
-    assert bench._round(calls(3, "mtp"), taken, own)["floor_ms"] == 1.5
+    assert bench._round(engine_calls(3, "mtp"), taken, own)["floor_ms"] == 1.5
 
 
 def test_no_drafts_is_plain_decoding(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
