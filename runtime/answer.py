@@ -13,8 +13,8 @@ from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.diagnosis import likely_cause
 from eagle_chain.runtime.prefix import Prefix
 from eagle_chain.runtime.request import RequestOptions
-from eagle_chain.runtime.stats import Result, Round, Stats
-from eagle_chain.runtime.tokenizer import Tokenizer
+from eagle_chain.runtime.stats import Result, Round
+from eagle_chain.runtime.tokenizer import TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
@@ -138,36 +138,25 @@ def answer(
         InputError: The request does not fit, the model gives no finite logits, or a file cannot be
             read or written.
     """
-    stats, tokens, reason, text = Stats(), list[int](), "", list[str]()
-    stream, saved = tokenizer.stream() if tokenizer else IdStream(), None
-
-    def put(piece: str, drafted: bool) -> None:
-        if piece:
-            text.append(piece)
-            show(piece, drafted)
-
+    result, text = Result(), _Shown(tokenizer.stream() if tokenizer else IdStream(), show)
+    before, plain, saved, head = None, None, None, list[int]()
     try:
-        before, head = None, list[int]()
         if prefix is not None:
             chain.restore(prefix)
             before = chain.snapshot() if check else None  # the file may be the one to save into
             if not prompt:
                 prompt = head = _next(chain, options)
-                tokens, stats.tokens = list(head), len(head)
+                result.tokens, result.stats.tokens = list(head), len(head)
         options["append"] = prefix is not None
         for round in _rounds(chain, prompt, options):
             if round.prompt_tokens:
                 if save_prefix is not None:
                     size = chain.save(save_prefix)
                     saved = Saved(str(save_prefix), len(chain.cache.tokens), size)
-                put("".join(map(stream.push, head)), False)
-            stats.add(round)
-            tokens += round.tokens
-            reason = round.finish_reason or reason
-            for i, token in enumerate(round.tokens):
-                put(stream.push(token), i < round.accepted)
-        put(stream.end(), False)
-        plain = None
+                text.add(head, 0)
+            result.add(round)
+            text.add(round.tokens, round.accepted)
+        text.end()
         if check:
             if before is not None:
                 chain.rollback(before)
@@ -176,9 +165,32 @@ def answer(
             plain.tokens[:0] = head
     except FloatingPointError as error:
         raise InputError(str(error)) from error
-    result, drawn = Result(tokens, reason, stats), options.get("temperature", 0.0) > 0
-    shown = "".join(text) if tokenizer else None
+    drawn = options.get("temperature", 0.0) > 0
+    shown = text.whole if tokenizer else None
     return Answer(shown, result, plain, drafter, draft_kv, drawn, saved)
+
+
+class _Shown:
+    """The text of an answer, shown piece by piece as its tokens come."""
+
+    def __init__(self, stream: TextStream | IdStream, show: Show) -> None:
+        self.whole = ""
+        self._stream = stream
+        self._show = show
+
+    def add(self, tokens: Sequence[int], accepted: int) -> None:
+        """Show what these tokens complete; the first `accepted` of them were drafted."""
+        for i, token in enumerate(tokens):
+            self._put(self._stream.push(token), i < accepted)
+
+    def end(self) -> None:
+        """Show what no token has completed."""
+        self._put(self._stream.end(), False)
+
+    def _put(self, piece: str, drafted: bool) -> None:
+        if piece:
+            self.whole += piece
+            self._show(piece, drafted)
 
 
 def check_goes_on(pending: int | None, budget: int | None, stop_ids: Collection[int]) -> None:

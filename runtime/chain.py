@@ -31,7 +31,7 @@ from eagle_chain.runtime.request import (
 )
 from eagle_chain.runtime.rounds import Rounds
 from eagle_chain.runtime.session import Session
-from eagle_chain.runtime.stats import Result, Round, Stats
+from eagle_chain.runtime.stats import Result, Round
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
@@ -144,12 +144,10 @@ class Chain:
 
     def generate(self, ids: Sequence[int], **options: Unpack[RequestOptions]) -> Result:
         """Run a request to its end; arguments and errors as in `stream`."""
-        stats, tokens, reason = Stats(), list[int](), ""
+        result = Result()
         for round in self._rounds(self._checked(ids, **options)):
-            stats.add(round)
-            tokens += round.tokens
-            reason = round.finish_reason or reason
-        return Result(tokens, reason, stats)
+            result.add(round)
+        return result
 
     def extend(self, ids: Sequence[int]) -> None:
         """Put tokens behind `cache.tokens` without emitting any; `cache.pending` is what follows.

@@ -95,10 +95,16 @@ class Stats:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """The tokens of one request, why it ended, and its statistics."""
 
-    tokens: list[int]
-    finish_reason: str
-    stats: Stats
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stats: Stats = field(default_factory=Stats)
+
+    def add(self, round: Round) -> None:
+        """Take in one more round."""
+        self.stats.add(round)
+        self.tokens += round.tokens
+        self.finish_reason = round.finish_reason or self.finish_reason
