@@ -95,11 +95,18 @@ def test_a_step_that_fails_ends_no_other(
     program.chmod(0o755)
     words = ["--dtype", "fp32", "--library", str(library), "--bench", str(program)]
     words += ["--profiles", "ort-fused", "--rows", "32", "--capacity", "48", "--tokens", "9"]
+    words += ["--graphs"]
+
+    def refused(*_: Any) -> Any:
+        return gpu.cudaError_t.cudaErrorStreamCaptureUnsupported, None
+
+    monkeypatch.setattr(gpu, "cudaGraphInstantiate", refused)
     monkeypatch.setattr(prefill_series, "of_shapes", None)
     code, found = run(monkeypatch, prefill_series, file, *words)
     assert code == 1 and found["before"] == 1
     assert "failed with 3: half of it" in found["kernels"]
-    assert "layer_ms" in found["layer, ort-fused, P = 32"]
+    layer = found["layer, ort-fused, P = 32"]
+    assert "layer_ms" in layer and layer["replayed"].startswith("failed: CudaError")
     assert found["ort-fused, P = 32, 9 tokens"].startswith("failed: TypeError")
     code, found = run(monkeypatch, prefill_series, file, *words, "--seconds", "5")
     assert code == 0 and found["layer, ort-fused, P = 32"] == "left out"
