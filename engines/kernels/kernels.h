@@ -447,6 +447,27 @@ DEVICE void fold_row(float (&S)[DEPTH], const float* key, float delta, float fad
   }
 }
 
+// Queries and keys of the rows to length one, the queries over sqrt(dk), one warp a vector; the head
+// that leads its group writes the keys to the log.
+template <int dk, int WIDE>
+DEVICE void unit_vectors(float (&query)[MAX_ROWS][WIDE], float (&key)[MAX_ROWS][WIDE], int warps, int warp,
+                         int lane, bool leads, int key_head, const DeltaTensors& t, const DeltaSizes& n) {
+  const int rows = n.rows;
+  for (int i = warp; i < 2 * rows; i += warps) {
+    float* vector = i < rows ? query[i] : key[i - rows];
+    float square = 0.0f;
+    for (int d = lane; d < dk; d += 32) square = fused(vector[d], vector[d], square);
+    square = sum_of_warp(square);
+    const float length = sqrtf(square + 1e-6f), scale = i < rows ? 1.0f / sqrtf(float(dk)) : 1.0f;
+    for (int d = lane; d < dk; d += 32) {
+      vector[d] = vector[d] / length * scale;
+      if (i >= rows && leads) {
+        t.next_key[(int64_t(i - rows) * n.key_heads + key_head) * dk + d] = vector[d];
+      }
+    }
+  }
+}
+
 // S <- fade S; returns this thread's part of S^T key.
 template <int DEPTH>
 DEVICE float fade_and_recall(float (&S)[DEPTH], const float* key, float fade) {
@@ -576,20 +597,7 @@ gated_delta(DeltaTensors t, DeltaSizes n) {
   }
   sync_block();
 
-  // Unit queries and keys, one warp a vector.
-  for (int i = warp; i < 2 * rows; i += warps) {
-    float* vector = i < rows ? query[i] : key[i - rows];
-    float square = 0.0f;
-    for (int d = lane; d < dk; d += 32) square = fused(vector[d], vector[d], square);
-    square = sum_of_warp(square);
-    const float length = sqrtf(square + 1e-6f), scale = i < rows ? 1.0f / sqrtf(float(dk)) : 1.0f;
-    for (int d = lane; d < dk; d += 32) {
-      vector[d] = vector[d] / length * scale;
-      if (i >= rows && leads) {
-        t.next_key[(int64_t(i - rows) * n.key_heads + key_head) * dk + d] = vector[d];
-      }
-    }
-  }
+  unit_vectors<dk>(query, key, warps, warp, lane, leads, key_head, t, n);
 
   UNROLL
   for (int j = 0; j < DEPTH; ++j) {
@@ -786,19 +794,7 @@ gated_delta_wide(DeltaTensors t, DeltaSizes n) {
     gate[i / COLUMNS][i % COLUMNS] = x * sigmoid(x);
   }
   sync_block();
-  for (int i = warp; i < 2 * rows; i += WARPS) {
-    float* vector = i < rows ? query[i] : key[i - rows];
-    float square = 0.0f;
-    for (int d = lane; d < dk; d += 32) square = fused(vector[d], vector[d], square);
-    square = sum_of_warp(square);
-    const float length = sqrtf(square + 1e-6f), scale = i < rows ? 1.0f / sqrtf(float(dk)) : 1.0f;
-    for (int d = lane; d < dk; d += 32) {
-      vector[d] = vector[d] / length * scale;
-      if (i >= rows && leads) {
-        t.next_key[(int64_t(i - rows) * n.key_heads + key_head) * dk + d] = vector[d];
-      }
-    }
-  }
+  unit_vectors<dk>(query, key, WARPS, warp, lane, leads, key_head, t, n);
   sync_block();
   for (int r = 0; r < rows; ++r) {
     const float fade = decay[r];
