@@ -2,6 +2,7 @@
 // they belong to the CUDA provider; built with a C++ compiler, to the CPU provider (tests).
 #include <cstdlib>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ort_abi.h"
@@ -126,6 +127,16 @@ void by_type(int type, Work work) {
   throw Failure{"activations are fp32, fp16 or bf16"};
 }
 
+// Calls `work` with the key dim of a linear layer as a type.
+template <class Work>
+void by_key_dim(int key_dim, Work work) {
+  if (key_dim == 128) return work(std::integral_constant<int, 128>{});
+  if (key_dim == 64) return work(std::integral_constant<int, 64>{});
+  if (key_dim == 32) return work(std::integral_constant<int, 32>{});
+  if (key_dim == 16) return work(std::integral_constant<int, 16>{});
+  throw Failure{"key dims of linear layers are 16, 32, 64 or 128"};
+}
+
 // AddNorm(h, delta, weight) -> sum, x; Norm(h, weight) -> x.
 void run_norm(const Call& call, const Attributes& a, bool adds) {
   const Tensor h = call.input(0), delta = adds ? call.input(1) : Tensor();
@@ -210,6 +221,12 @@ void run_linear(const Call& call, bool gated) {
   product.run(call, x, Around{}, gated, call.output(0, shape));
 }
 
+// What both ways to run a linear layer ask of it; `rows` fill the window behind the convolution's past.
+void check_linear(int value_dim, const Tensor& window, int rows) {
+  require(value_dim <= MAX_DIM && value_dim % 8 == 0, "value dims above 128 or not of 8");
+  require(window[-1] == CONV - 1 + rows, "the convolution has four taps");
+}
+
 // GatedDelta(proj, window, S, log_key, log_delta, log_decay, kept, conv, A_log, dt_bias, norm)
 //   -> y, next S, log_key, log_delta, log_decay, window[, S after every row]
 void run_delta(const Call& call, const Attributes& a) {
@@ -224,8 +241,7 @@ void run_delta(const Call& call, const Attributes& a) {
   n.eps = a.eps;
   const int key_dim = int(S[1]);
   require(n.rows <= MAX_ROWS, "too many rows for the fused kernels");
-  require(n.value_dim <= MAX_DIM && n.value_dim % 8 == 0, "value dims above 128 or not of 8");
-  require(window[-1] == CONV - 1 + n.rows, "the convolution has four taps");
+  check_linear(n.value_dim, window, n.rows);
   DeltaTensors t = {};
   t.proj = proj.data;
   t.window = window.data;
@@ -262,11 +278,7 @@ void run_delta(const Call& call, const Attributes& a) {
         return;
       }
     }
-    if (key_dim == 128) return start(gated_delta<T, 32>);
-    if (key_dim == 64) return start(gated_delta<T, 16>);
-    if (key_dim == 32) return start(gated_delta<T, 8>);
-    if (key_dim == 16) return start(gated_delta<T, 4>);
-    throw Failure{"key dims of linear layers are 16, 32, 64 or 128"};
+    by_key_dim(key_dim, [&](auto dim) { start(gated_delta<T, decltype(dim)::value / PARTS>); });
   });
 }
 
@@ -297,9 +309,8 @@ void run_prompt(const Call& call, const Attributes& a) {
   n.key_dim = int(S[1]);
   n.value_dim = int(S[2]);
   n.eps = a.eps;
-  require(n.value_dim <= MAX_DIM && n.value_dim % 8 == 0, "value dims above 128 or not of 8");
+  check_linear(n.value_dim, window, n.width);
   require(u[-1] == n.channels(), "the width of u is not that of queries, keys and values");
-  require(window[-1] == CONV - 1 + n.width, "the convolution has four taps");
   PromptTensors t = {};
   t.u = u.data;
   t.z = call.input(1).data;
@@ -342,11 +353,7 @@ void run_prompt(const Call& call, const Attributes& a) {
     done(launch(prompt_rows<decltype(type)>, dim3(wide, pieces), ROWS_THREADS, call.stream(),
                 dependent_launch(), t, n));
   });
-  if (n.key_dim == 128) launch_prompt<128>(call, t, n);
-  else if (n.key_dim == 64) launch_prompt<64>(call, t, n);
-  else if (n.key_dim == 32) launch_prompt<32>(call, t, n);
-  else if (n.key_dim == 16) launch_prompt<16>(call, t, n);
-  else throw Failure{"key dims of linear layers are 16, 32, 64 or 128"};
+  by_key_dim(n.key_dim, [&](auto dim) { launch_prompt<decltype(dim)::value>(call, t, n); });
   by_type(u.type, [&](auto type) {
     done(launch(prompt_norm<decltype(type)>, dim3((items + warps - 1) / warps), PROMPT_NORM_THREADS,
                 call.stream(), dependent_launch(), t, n));
