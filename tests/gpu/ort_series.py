@@ -60,6 +60,7 @@ from eagle_chain.runtime.ort_cuda import OrtCudaSession
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.tokenizer import Tokenizer
+from eagle_chain.runtime.weights import from_bf16, to_bf16
 from tests.gpu.steps import Stage, Steps, chosen
 from tests.told import Plan, table_spec, told_graphs, told_specs
 
@@ -185,8 +186,7 @@ def values_of(bench: Bench, stored: dict[str, np.ndarray[Any, Any]]) -> dict[Ten
             values = stored[spec.name]
         buffer = bench.memory.allocate(spec)
         if spec.dtype == "bf16":
-            bits = values.astype(np.float32).view(np.uint32)
-            values = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            values = to_bf16(values.astype(np.float32))
         buffer.write(values)
         made[spec] = buffer
     return made
@@ -215,7 +215,7 @@ def stored_values(configs: tuple[TrunkConfig, DraftConfig]) -> dict[str, np.ndar
 def to_float(buffer: Buffer) -> np.ndarray[Any, Any]:
     values = buffer.read()
     if buffer.spec.dtype == "bf16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        return from_bf16(values)
     return values.astype(np.float32)
 
 

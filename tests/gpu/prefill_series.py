@@ -58,7 +58,7 @@ from eagle_chain.runtime.measure import clock, random_tensors
 from eagle_chain.runtime.ort import onnxruntime
 from eagle_chain.runtime.prefill import Follower
 from eagle_chain.runtime.prefill import Prefill as WideCalls
-from tests.gpu.ort_series import Bench
+from tests.gpu.ort_series import Bench, to_float
 from tests.gpu.steps import Steps
 
 SHAPES = "qwen3.5-9b"
@@ -363,13 +363,11 @@ def read(chain: Chain, ids: list[int]) -> dict[str, Any]:
     cache, found = chain.cache, {}
     for pair, buffers in cache.states:
         if pair.input.endswith((".S", ".key", ".value")):
-            values = buffers[cache.parity].read()
-            if values.dtype == np.uint16:  # bf16
-                values = (values.astype(np.uint32) << 16).view(np.float32)
+            values = to_float(buffers[cache.parity])
             if pair.rows_axis is not None:  # a draft has not run over the rows of the last call yet
                 late = WIDTH if pair.input.startswith("draft") else 0
                 values = values[:, :, : len(ids) - late]
-            found[pair.input] = values.astype(np.float32)
+            found[pair.input] = values
     return found
 
 
