@@ -50,7 +50,10 @@ def test_commands_are_parsed_as_they_stand(document: Path) -> None:
         words = shlex.split(re.split(r" [>|] ", line)[0].replace("[-", "-"), comments=True)
         if words and words[0] == "eagle-chain":
             words = [word.rstrip("]") for word in words]
-            _parser(words[1]).parse_args(words[2:])  # an InputError names what it does not take
+            # an InputError names what it does not take
+            arguments = _parser(words[1]).parse_args(words[2:])
+            if words[1] == "verify" and document.parent.name == "docs":  # of the user's own
+                assert arguments.text.suffix in (".txt", ".jsonl", ".py")
 
 
 def test_commands_of_the_readme_do_what_they_say(

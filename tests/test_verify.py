@@ -6,12 +6,9 @@ chain's own rounds counted by hand, NumPy's quantile, examples worked out on pap
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
-import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,10 +27,8 @@ from eagle_chain.runtime.exactness import Differences, Script, before_repeat, de
 from eagle_chain.runtime.ort import OrtSession
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.session import Binding
-from eagle_chain.runtime.verify import add_arguments
 from tests.toy_pair import exported, write_pair
 
-DOCS = Path(__file__).parents[1] / "docs"
 PROMPTS, LENGTH, NEW, WIDTH, CAPACITY = 3, 8, 30, 5, 48
 SIZES = ("--prompts", "3", "--prompt-tokens", "8", "--max-new-tokens", "30", "--threads", "1")
 TEXT = "The quick brown fox jumps over the lazy dog, and then some more of it comes."
@@ -410,24 +405,6 @@ def test_plain_text_may_look_like_json(tmp_path: Path) -> None:
         assert (read_text(path).kind, read_text(path).documents) == ("plain text", [text])
     path.write_text('{"text": "a\\ud800"}')
     assert read_text(path).documents == ["a?"]
-
-
-def commands() -> list[str]:
-    """The `eagle-chain verify` commands of the documentation, continued lines joined."""
-    texts = (path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
-    joined = (text.replace("\\\n", " ") for text in texts)
-    lines = (line.strip() for text in joined for line in text.splitlines())
-    return [line for line in lines if line.startswith("eagle-chain verify ")]
-
-
-@pytest.mark.parametrize("line", commands(), ids=itertools.count())
-def test_documented_commands_are_understood(line: str) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--json", action="store_true")
-    add_arguments(parser)
-    words = shlex.split(line.partition(" > ")[0])[2:]
-    arguments = parser.parse_args(words)
-    assert arguments.text.suffix in (".txt", ".jsonl", ".py")
 
 
 # bad input ------------------------------------------------------------------------------------
