@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from eagle_chain.engines.entry import INTERRUPTED
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import EXTRAS, install
 from eagle_chain.engines.outcome import Outcome
@@ -92,7 +93,7 @@ def _run(words: list[str]) -> int:
         message = f"this needs the Python package {library}: {install(EXTRAS[library])}"
         return _fail(message, 2, as_json)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130, as_json)
+        return _fail("interrupted", INTERRUPTED, as_json)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -108,7 +109,7 @@ def _run(words: list[str]) -> int:
     if as_json:
         print(json.dumps(outcome.report, allow_nan=False))
     if outcome.interrupted:
-        return _fail("interrupted", 130, as_json=False)
+        return _fail("interrupted", INTERRUPTED, as_json=False)
     return 0 if outcome.passed else 1
 
 

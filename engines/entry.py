@@ -15,8 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `cli.main`; an interrupt while that is still being imported ends as one later does.
 
     So does SIGTERM, with which docker and systemd stop a process: what was begun is cleaned up, the
-    word is said, and only the exit code tells them apart. A process that
-    was started with the signal ignored goes on ignoring it.
+    word is said, and only the exit code tells them apart. A process that was started with the
+    signal ignored goes on ignoring it.
     """
     terminated = False
 

@@ -14,9 +14,8 @@ from eagle_chain.engines.progress import counted
 from eagle_chain.runtime.along import Text
 
 NOISE = 3.0  # standard errors: the best of two dozen settings that are alike looks better by two
-ENOUGH = (
-    650  # tokens: the smallest of the planted mistakes is three standard errors off from 600 on
-)
+# Tokens: the smallest of the planted mistakes is three standard errors off from 600 on.
+ENOUGH = 650
 
 
 def judged_tokens(texts: Sequence[Text], k: int) -> int:

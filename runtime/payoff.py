@@ -45,9 +45,8 @@ def speeds(
     """For rounds of 0 to `most` drafts: what one gives, what it takes, tokens a second."""
     rows = []
     for k in range(most + 1):
-        times = (
-            engine_calls(k, "eagle") if k else {"verify": 1}
-        )  # the trunk runs W rows in any case
+        # the trunk runs W rows in any case
+        times = engine_calls(k, "eagle") if k else {"verify": 1}
         if scratch and k:  # its first row stands alone
             times = {**times, "draft": 0, "draft_step": k}
         taken = sum(count * parts[name] for name, count in times.items() if count)

@@ -31,9 +31,18 @@ HEADER = 4096  # bytes that an .npy has in front of its data, at most
 ABOUT = "about"
 STATES = {"eagle": "draft.", "mtp": "mtp."}  # drafter -> what the names of its states begin with
 OTHERS = "none or ngram"  # which have no states
-DAMAGE = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, TypeError, EOFError),
-    *(NotImplementedError, RuntimeError, AttributeError, SyntaxError, MemoryError, RecursionError),
+DAMAGE = (  # what reading a file that is broken in any way may raise
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    AttributeError,
+    SyntaxError,
+    MemoryError,
 )
 
 
