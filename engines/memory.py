@@ -26,6 +26,7 @@ from eagle_chain.engines.spec import (
 BUILDER_BYTES = 250_000_000
 NODE_BYTES = 110_000
 BAKED_COPIES = 3  # of a graph's weights: as parsed, as optimised, in the plan
+KERNEL_CHUNK = 64  # rows of a chunk of the delta rule in the kernels of `ort-fused`
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,17 @@ def of_one_drafter(specs: Mapping[str, EngineSpec]) -> dict[str, EngineSpec]:
     return {name: spec for name, spec in specs.items() if not name.startswith(left_out)}
 
 
+def prompt_scratch(trunk: TrunkConfig, rows: int) -> int:
+    """Bytes that the kernels of `ort-fused` leave for one another in a linear layer of a prompt.
+
+    `run_prompt` in engines/kernels/library.cu; of one layer at a time, two triangles for a chunk.
+    """
+    padded = -(-rows // KERNEL_CHUNK) * KERNEL_CHUNK
+    heads, keys = trunk.linear_value_heads, trunk.linear_key_heads * trunk.linear_key_dim
+    of_row = trunk.conv_channels + heads * trunk.linear_value_dim
+    return 4 * (rows * of_row + padded * (2 * keys + heads * (4 + 2 * KERNEL_CHUNK)))
+
+
 def _plain_bytes(plain: str, spec: EngineSpec, width: int) -> int:
     inputs, outputs = (sum(t.nbytes for t in tensors) for tensors in (spec.inputs, spec.outputs))
     if plain == "trunk":  # one set per parity
@@ -172,8 +184,9 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     wide = 3 * trunk.intermediate_size + 4 * trunk.hidden_size
     linear = trunk.conv_channels * (item + 3 * 4)
     linear += 6 * 4 * trunk.linear_value_heads * (trunk.linear_value_dim + 64)
+    linear *= rows
     if options.profile == "ort-fused":
-        linear = _prompt_row(trunk, item, features)
+        linear = rows * _prompt_row(trunk, item, features) + prompt_scratch(trunk, rows)
     scores = trunk.attention_heads * rows * options.kv_rows
     attention = 3 * 4 * min(scores, ATTENTION_SCORES)
     own_kernels = options.profile == "ort-fused" and not options.prefill
@@ -182,19 +195,13 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     elif options.kv_type != options.dtype:
         attention += 4 * 4 * trunk.kv_heads * trunk.head_dim * options.kv_rows
     logits = options.width * trunk.vocab_size * (item + 4)
-    return max(rows * wide * item, rows * linear, attention, logits)
+    return max(rows * wide * item, linear, attention, logits)
 
 
 def _prompt_row(trunk: TrunkConfig, item: int, features: int) -> int:
-    """Bytes of a row while the kernels of `ort-fused` compute a linear layer of a prompt.
-
-    The projections, the result, the residual and the features that later nodes read, and what the
-    kernels leave for one another (`FusedPrefill.scratch`, two triangles of a chunk of 64 rows).
-    """
-    heads, values = trunk.linear_value_heads, trunk.linear_value_heads * trunk.linear_value_dim
-    keys = trunk.linear_key_heads * trunk.linear_key_dim
-    activations = trunk.conv_channels + 2 * (values + heads) + trunk.hidden_size + features
-    return item * activations + 4 * (trunk.conv_channels + 2 * keys + values + heads * (4 + 2 * 64))
+    """Bytes of a row beside that: projections, result, residual, features so far."""
+    values = trunk.linear_value_heads * (trunk.linear_value_dim + 1)
+    return item * (trunk.conv_channels + 2 * values + trunk.hidden_size + features)
 
 
 def host_bytes_available() -> int:

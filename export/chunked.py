@@ -96,10 +96,10 @@ def delta_rule(
     fresh, recall = g.split(g.MatMul(solve, flat(known, dv + dk)), -1, dv, dk)
     asked = flat(g.Mul(reach, query), dk)
     seen = flat(g.Mul(g.MatMul(query, turned), decays), c)
-    last = g.split(decays, -2, c - 1, 1)[1]  # [..., 1, c]
+    last = g.Gather(decays, g.ints(c - 1), axis=-2)  # [..., 1, c]
     left = g.Transpose(g.Mul(key, g.Transpose(last, perm=[0, 1, 2, 4, 3])), perm=[0, 1, 2, 4, 3])
     left = g.reshape(left, count, heads, dk, c)
-    whole = g.reshape(g.split(reach, -2, c - 1, 1)[1], count, heads, 1, 1)
+    whole = g.reshape(g.Gather(reach, g.ints(c - 1), axis=-2), count, heads, 1, 1)
 
     per_chunk = [g.split(x, 0, *[1] * count) for x in (fresh, recall, asked, seen, left, whole)]
     outputs = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from eagle_chain.export.builder import GraphBuilder
-from eagle_chain.export.chunked import CHUNKS
 from eagle_chain.export.fused import DOMAIN, Fused
 from eagle_chain.export.ort_cuda import OrtCuda, OrtCudaTrunk
 from eagle_chain.export.prefill import PrefillRows
@@ -144,22 +143,9 @@ class FusedPrefill(PrefillRows, OrtCudaTrunk):
             [
                 (g.dtype, (self.width, config.linear_value_heads * config.linear_value_dim)),
                 *(held[name] for name in (*states, f"{layer}.window")),
-                *(("fp32", shape) for shape in self.scratch()),
             ],
             epsilon=config.norm_eps,
         )
-        for name, result in zip((*states, f"{layer}.window"), results, strict=False):
+        for name, result in zip((*states, f"{layer}.window"), results, strict=True):
             g.output(f"{name}.next", result)
         return g.linear(y, f"{prefix}.out_proj.weight")
-
-    def scratch(self) -> list[tuple[int, ...]]:
-        """What the kernels of a linear layer leave for one another; `PromptTensors` there."""
-        config, rows, chunk = self.config, self.width, CHUNKS[0]
-        heads, padded = config.linear_value_heads, -(-rows // chunk) * chunk
-        return [
-            (rows, config.conv_channels),
-            (2, config.linear_key_heads, padded, config.linear_key_dim),
-            (4, heads, padded),
-            (2, heads, padded, chunk),
-            (rows, heads * config.linear_value_dim),
-        ]

@@ -28,7 +28,7 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
 from eagle_chain.runtime.load import Backend, open_engines
 from eagle_chain.runtime.measure import LOOKED_UP, random_tensors, weight_bytes
-from eagle_chain.runtime.ort_cuda import OrtCudaSession
+from eagle_chain.runtime.ort_cuda import OrtCudaSession, replayed
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.trt import TrtSession
 
@@ -142,8 +142,10 @@ def of_shapes(
     specs = engine_specs(trunk, draft, options, described["mtp"])
     sessions = {}
     for engine in specs if options.width > 1 else ("trunk",):
-        model = read_bound(folder / f"{engine}.onnx", options.dtype)
-        sessions[engine] = OrtCudaSession(model, specs[engine], memory, library=library)
+        model, spec = read_bound(folder / f"{engine}.onnx", options.dtype), specs[engine]
+        sessions[engine] = OrtCudaSession(
+            model, spec, memory, library=library, graphs=replayed(options, spec)
+        )
     _give(sessions, memory, shared)
     read = {
         engine: weight_bytes(session.weights, head=head_of(engine, trunk, draft))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable
 from math import prod
@@ -309,15 +310,30 @@ class Replay:
     """Runs device work that repeats: plainly at first, from a captured graph ever after.
 
     One graph per key; the key must name everything that differs between two runs (the parity of the
-    buffers, the number of rows). `uses` counts as many plain runs as are needed before capturing.
+    buffers, the number of rows).
+
+    Args:
+        memory: Whose stream runs it.
+        relaxed: See `CudaMemory.capture`.
+        warm_up: Plain runs before the capture.
+        optional: Whether work that cannot be captured goes on in plain runs, with a warning.
     """
 
-    def __init__(self, memory: CudaMemory, *, relaxed: bool = False, warm_up: int = 1) -> None:
+    def __init__(
+        self,
+        memory: CudaMemory,
+        *,
+        relaxed: bool = False,
+        warm_up: int = 1,
+        optional: bool = False,
+    ) -> None:
         self._memory = memory
         self._relaxed = relaxed
         self._warm_up = warm_up
+        self._optional = optional
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Graph] = {}
+        self._refused: set[Hashable] = set()
 
     @property
     def captured(self) -> Collection[Hashable]:
@@ -333,10 +349,18 @@ class Replay:
         if graph is None:
             done = self._runs.get(key, 0)
             self._runs[key] = done + 1
-            if done < self._warm_up:
+            if done < self._warm_up or key in self._refused:
                 work()
                 return
-            graph = self._graphs[key] = self._memory.capture(work, relaxed=self._relaxed)
+            try:
+                graph = self._graphs[key] = self._memory.capture(work, relaxed=self._relaxed)
+            except Exception as error:
+                if not self._optional:
+                    raise
+                self._refused.add(key)
+                warnings.warn(f"goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
+                work()  # an attempt to capture it computes nothing
+                return
         graph.launch()
 
 

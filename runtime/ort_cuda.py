@@ -18,7 +18,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.manifest import Manifest, Weight
 from eagle_chain.engines.memory import check_load
-from eagle_chain.engines.spec import EngineSpec, TensorSpec
+from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory, Replay
 from eagle_chain.runtime.ort import onnxruntime, placed, weight_inputs
@@ -36,8 +36,7 @@ class OrtCudaSession:
         spec: What the bundle says it takes and gives.
         memory: Where buffers live, and the stream that runs the engine.
         library: The operators of the `ort-fused` profile, see `engines.kernel_library`.
-        graphs: Replay a binding as a CUDA graph once it is warm. Not an engine that reads prompts:
-            its operators are too large to wait for launches, and some of them copy from the host.
+        graphs: Replay a binding as a CUDA graph once it is warm, see `replayed`.
 
     Raises:
         InputError: onnxruntime has no CUDA provider, or cannot load the graph.
@@ -70,6 +69,9 @@ class OrtCudaSession:
             "enable_cuda_graph": "0",  # captured from outside, together with other sessions
             "use_tf32": "0",
         }
+        if spec.reads_prompts:  # its values are large: what is alive at once, and that only once
+            provider["arena_extend_strategy"] = "kSameAsRequested"
+            options.enable_mem_pattern = False
         try:
             self._session = ort.InferenceSession(
                 model, options, providers=[("CUDAExecutionProvider", provider)]
@@ -80,7 +82,7 @@ class OrtCudaSession:
             raise InputError(f"{spec.name}: ONNX Runtime could not start its CUDA provider")
         self.spec = spec
         self.memory = memory
-        self.graphs = graphs and not spec.reads_prompts
+        self.graphs = graphs
         self.weights = weight_inputs(self._session, spec)
         self.bound: dict[str, Buffer] = {}  # by name; filled by whoever uploads `weights`
         self._options = ort.RunOptions()
@@ -115,7 +117,8 @@ class OrtCudaBinding:
             self._binding.bind_input(tensor.name, *placed(tensor, buffer))
         for tensor in session.spec.all_outputs:
             self._binding.bind_output(tensor.name, *placed(tensor, tensors[tensor.name]))
-        self._replay = Replay(session.memory, relaxed=True, warm_up=WARM_UP)
+        optional = session.spec.reads_prompts  # decoding captures it together with others
+        self._replay = Replay(session.memory, relaxed=True, warm_up=WARM_UP, optional=optional)
 
     def run(self) -> None:
         """Queue one run; from a captured graph once the session is warm."""
@@ -126,6 +129,17 @@ class OrtCudaBinding:
 
     def _queue(self) -> None:
         self._session.run(self._binding)
+
+
+def replayed(options: Options, spec: EngineSpec) -> bool:
+    """Whether runs of an engine are replayed as CUDA graphs.
+
+    All that decode are. Of those that read prompts, the ones whose graphs were seen to leave the
+    same bits: `ort-fused` with KV in the dtype of its engines. Some operators of the others copy
+    from host memory that a graph does not keep.
+    """
+    fused = options.profile == "ort-fused" and options.kv_type == options.dtype
+    return fused or not spec.reads_prompts
 
 
 def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[str, Session]]:
@@ -141,7 +155,8 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
     sessions = {}
     for name, spec in manifest.specs.items():
         model = read_bound(folder / f"{name}.onnx", manifest.options.dtype)
-        sessions[name] = OrtCudaSession(model, spec, memory, library=library)
+        graphs = replayed(manifest.options, spec)
+        sessions[name] = OrtCudaSession(model, spec, memory, library=library, graphs=graphs)
     wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
     uploaded = sum(tensor.nbytes for tensor in wanted)
     check_load(manifest, uploaded, memory.free_bytes(), memory.info.name)

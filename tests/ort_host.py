@@ -44,6 +44,7 @@ def on_host(runtime: ModuleType) -> Any:
         def __init__(self, model: bytes, options: Any, providers: Any) -> None:
             ((name, told),) = providers
             assert name == "CUDAExecutionProvider"
+            self.told, self.options = told, options
             self.stream = int(told["user_compute_stream"])
             options.intra_op_num_threads = 1
             cpu = ["CPUExecutionProvider"]

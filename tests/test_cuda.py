@@ -5,6 +5,7 @@ What only a GPU can show (asynchrony, speed) is in tests/gpu.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -175,6 +176,35 @@ def test_replay_runs_plainly_first_and_keeps_one_graph_per_key(memory: CudaMemor
 
     assert [run(i % 2) for i in range(10)] == [1, 2] * 5
     assert len(calls) == 4, "each parity: once plainly, once for the graph"
+
+
+def test_what_cannot_be_captured_goes_on_plainly_where_it_may(
+    cuda: Any, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run counts once, that of the attempt as well; and there is one attempt."""
+    counter, attempts = memory.allocate(TensorSpec("n", "int32", (1,))), []
+    counter.zero()
+
+    def work() -> None:
+        attempts.append(memory._capturing)
+        cuda.queue(memory.stream, add)
+
+    def add() -> None:
+        ctypes.c_int32.from_address(counter.address).value += 1
+
+    refused = cuda.cudaError_t.cudaErrorStreamCaptureUnsupported
+    monkeypatch.setattr(cuda, "cudaGraphInstantiate", lambda *_: (refused, None))
+    replay = Replay(memory, warm_up=2, optional=True)
+    for _ in range(2):
+        replay.run(0, work)
+    with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: cudaGraphInstantiate"):
+        replay.run(0, work)
+    replay.run(0, work)
+    assert counter.read() == [4] and attempts == [False, False, True, False, False]
+    needed = Replay(memory, warm_up=0)
+    for _ in range(2):
+        with pytest.raises(CudaError, match="cudaGraphInstantiate"):
+            needed.run(0, work)
 
 
 def test_scratch_is_shared_and_grows(memory: CudaMemory) -> None:

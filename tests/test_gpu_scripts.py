@@ -78,7 +78,12 @@ def test_prefill_series(
             assert layer.keys() == {"layer_ms", "layer_replayed_ms"}
             prompt = found[f"{profile}, P = {rows}, 35 tokens"]
             assert prompt["wide_seconds"] > 0 and prompt["predicted_chain"] > 0
-            assert (prompt["weights_bytes"] > 0) == (rows == 32), "a profile's engines share them"
+            used = prompt["used_bytes"]
+            after = ["replayed"] if profile != "ort-stock" else []
+            assert list(used) == ["sessions", "weights", "chain", "step", "wide", "prompts", *after]
+            assert list(used.values()) == sorted(used.values())
+            new = used["weights"] - used["sessions"]
+            assert (new > 0) == (rows == 32), "a profile's engines share them"
             if profile != "ort-stock":
                 assert max(prompt["apart"].values()) < 1e-5
                 assert prompt["replayed_differ"] == []
@@ -106,7 +111,7 @@ def test_a_step_that_fails_ends_no_other(
     assert code == 1 and found["before"] == 1
     assert "failed with 3: half of it" in found["kernels"]
     layer = found["layer, ort-fused, P = 32"]
-    assert "layer_ms" in layer and layer["replayed"].startswith("failed: CudaError")
+    assert "layer_ms" in layer and layer["replayed"].startswith("failed: UserWarning: goes on")
     assert found["ort-fused, P = 32, 9 tokens"].startswith("failed: TypeError")
     code, found = run(monkeypatch, prefill_series, file, *words, "--seconds", "5")
     assert code == 0 and found["layer, ort-fused, P = 32"] == "left out"

@@ -36,6 +36,7 @@ from eagle_chain.export.ort_cuda import OrtCudaTrunk
 from eagle_chain.runtime import ort_cuda
 from eagle_chain.runtime.cuda import CudaMemory
 from tests.ggml import by_gguf, ggml_bytes
+from tests.ort_host import gpu_on_host
 from tests.standin import standins
 from tests.test_prefill import feed, in_steps
 from tests.toy_pair import write_pair
@@ -483,6 +484,40 @@ def test_wide_calls_take_no_weight_in_a_form_of_their_own(pair: Pair, profile: s
         }
     assert forms["prefill"] and forms["prefill"] <= forms["trunk"]
     assert forms["draft_prefill"] <= forms["encoder"] | forms["draft"]
+
+
+def test_engines_for_prompts_take_memory_for_what_is_alive_and_once(
+    pair: Pair, library: Path
+) -> None:
+    options = Options(WIDTH, 96, "fp32", "ort-cuda", prefill=32)
+    given = pair.trunk_config, pair.draft_config
+    specs, names = engine_specs(*given, options), ("encoder", "draft_prefill")
+    graphs = build_graphs(*given, weight_table(pair), options, only=names)
+    with gpu_on_host(library):
+        memory = CudaMemory()
+        for name in names:
+            model = with_bound_weights(graphs[name], converted="fp32").SerializeToString()
+            acted = ort_cuda.OrtCudaSession(model, specs[name], memory)._session
+            for_prompts = name == "draft_prefill"
+            assert acted.options.enable_mem_pattern != for_prompts
+            assert ("arena_extend_strategy" in acted.told) == for_prompts
+
+
+@pytest.mark.parametrize(
+    ("profile", "kv", "replayed"),
+    [
+        ("ort-fused", None, {"trunk", "draft", "prefill", "draft_prefill"}),
+        ("ort-fused", "q8_0/q5_1", {"trunk", "draft"}),
+        ("ort-cuda", None, {"trunk", "draft"}),
+    ],
+)
+def test_prompts_are_replayed_where_that_leaves_the_same_bits(
+    pair: Pair, profile: str, kv: str | None, replayed: set[str]
+) -> None:
+    options = Options(WIDTH, 96, "bf16", profile, kv=kv, prefill=32)
+    specs = engine_specs(pair.trunk_config, pair.draft_config, options)
+    found = {name for name in specs if ort_cuda.replayed(options, specs[name])}
+    assert found - {"encoder", "draft_step"} == replayed
 
 
 @pytest.mark.parametrize(("slots", "pieces"), [(48, 2), (1024, 32), (4101, 81), (32773, 209)])

@@ -6,7 +6,8 @@ rounded rows as the kernels in every dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from eagle_chain.engines.memory import prompt_scratch
 from eagle_chain.engines.spec import EngineSpec, TensorSpec
 from eagle_chain.export.builder import GraphBuilder
 from eagle_chain.export.chunked import ChunkRows, Sizes, delta_rule
+from tests import qwen_9b
 from tests.test_prefill import by_rows, distance
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Tensors = dict[str, tuple[int, tuple[int, ...]]]
-WIDTH, TAPS, CHUNK, EPS = 3, 4, 64, 1e-6
+WIDTH, TAPS, EPS = 3, 4, 1e-6
 EXACT = 1e-5  # largest difference over largest value
 WIDE_OPEN, SHUT = 2000.0, -2000.0  # a gate before its activation
 KINDS = {
@@ -33,6 +36,7 @@ KINDS = {
     "fp16": (np.float16, TensorProto.FLOAT16, 1e-3),
     "bf16": (ml_dtypes.bfloat16, TensorProto.BFLOAT16, 8e-3),
 }
+LINEAR = [f"linear_{part}" for part in ("key_heads", "value_heads", "key_dim", "value_dim")]
 OUTPUTS = ("y", "S", "log_key", "log_delta", "log_decay", "window", "qkv")
 
 
@@ -51,11 +55,6 @@ class Layer:
     def channels(self) -> int:
         """Of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def padded(self) -> int:
-        """Rows in whole chunks."""
-        return -(-self.rows // CHUNK) * CHUNK
 
     def states(self) -> dict[str, tuple[int, ...]]:
         """S and log."""
@@ -110,10 +109,10 @@ class Operator:
         return results
 
 
-def rule(layer: Layer, library: Path) -> Operator:
-    """The rule of one layer with all that stands around it."""
+def rule(layer: Layer, library: Path, *, opened: bool = True) -> Operator:
+    """The rule of one layer with all that stands around it; `opened` for a look at its scratch."""
     kind, F = KINDS[layer.dtype][1], TensorProto.FLOAT
-    values, gates = layer.value_heads * layer.value_dim, (layer.value_heads, layer.padded)
+    values = layer.value_heads * layer.value_dim
     states: Tensors = {name: (F, shape) for name, shape in layer.states().items()}
     window = {"window": (kind, (layer.channels, TAPS - 1 + WIDTH))}
     inputs: Tensors = {
@@ -132,11 +131,10 @@ def rule(layer: Layer, library: Path) -> Operator:
         **states,
         **window,
         "qkv": (F, (layer.rows, layer.channels)),
-        "units": (F, (2, layer.key_heads, layer.padded, layer.key_dim)),
-        "rates": (F, (4, *gates)),
-        "triangles": (F, (2, *gates, CHUNK)),
         "mixed": (F, (layer.rows, values)),
     }
+    if not opened:
+        del outputs["qkv"], outputs["mixed"]
     return Operator(library, "GatedDeltaPrompt", inputs, outputs, epsilon=EPS)
 
 
@@ -255,6 +253,28 @@ def test_a_call_gives_what_a_loop_over_its_rows_gives(library: Path, layer: Laye
     for valid, kept in ((layer.rows, 0), (layer.rows - 37, 2), (layer.rows, WIDTH)):
         given = drawn(layer, valid, valid, kept)
         agree(layer, given, operator.run(given))
+
+
+def test_scratch_is_taken_while_it_computes_and_given_back(
+    library: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By what ONNX Runtime logs: one request, as large as the memory report says."""
+    layer = Layer(160, key_heads=2, value_heads=4, key_dim=32, value_dim=16, dtype="bf16")
+    ort.set_default_logger_severity(0)
+    try:
+        operator, given = rule(layer, library, opened=False), drawn(layer)
+        shut = [operator.run(given) for _ in range(3)]
+        told = capfd.readouterr().err
+    finally:
+        ort.set_default_logger_severity(2)
+    sizes = {f: getattr(layer, f.removeprefix("linear_")) for f in LINEAR}
+    trunk = replace(qwen_9b.configs()[0], **sizes)
+    asked = [int(n) for n in re.findall(r"Extending BFCArena for Cpu.* num_bytes: (\d+)", told)]
+    assert asked == [prompt_scratch(trunk, layer.rows)]
+    want = rule(layer, library).run(given)
+    for got in shut:
+        for name, values in got.items():
+            np.testing.assert_array_equal(values, want[name])
 
 
 @pytest.mark.parametrize("kind", ["one key", "no decay", "all decays", "sudden decay", "no beta"])

@@ -1,6 +1,7 @@
 // The operators of domain `eagle_chain` as a custom-operator library of ONNX Runtime. Built with nvcc
 // they belong to the CUDA provider; built with a C++ compiler, to the CPU provider (tests).
 #include <cstdlib>
+#include <initializer_list>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -61,10 +62,28 @@ bool dependent_launch() {
   return text == nullptr || text[0] != '0';
 }
 
-// One call of an operator: inputs, outputs on demand, attributes, stream.
+// A block of memory until the end of the scope.
+class Block {
+ public:
+  Block(const ort::Api* api, ort::Allocator* allocator, void* data)
+      : api_(api), allocator_(allocator), data_(data) {}
+  Block(const Block&) = delete;
+  ~Block() {
+    ort::Status* status = ort::free(api_, allocator_, data_);
+    if (status != nullptr) ort::release_status(api_, status);
+  }
+
+ private:
+  const ort::Api* api_;
+  ort::Allocator* allocator_;
+  void* data_;
+};
+
+// One call of an operator: inputs, outputs and scratch memory on demand, stream.
 class Call {
  public:
-  Call(const ort::Api* api, ort::Context* context) : api_(api), context_(context) {}
+  Call(const ort::Api* api, ort::Context* context, ort::Allocator* allocator)
+      : api_(api), context_(context), allocator_(allocator) {}
   void check(ort::Status* status) const {
     if (status == nullptr) return;
     const char* text = ort::entry<2, const char* (*)(const ort::Status*)>(api_)(status);
@@ -101,6 +120,37 @@ class Call {
     if (value != nullptr) check(ort::tensor_data(api_, value, &data));
     return data;
   }
+  struct Part {
+    float** place;
+    int64_t count;
+  };
+  // A place for what kernels of this call leave for one another, where there is none yet. As outputs
+  // that no node reads they would be held to the end of a run, those of all layers at once. The block
+  // may go when the kernels are queued, as those of ONNX Runtime's own kernels do: it belongs to the
+  // stream of the call, where its next owner is queued behind them.
+  Block scratch(std::initializer_list<Part> parts) const {
+    constexpr size_t LINE = 256;
+    auto bytes = [](const Part& part) {
+      return (size_t(part.count) * sizeof(float) + LINE - 1) / LINE * LINE;
+    };
+    size_t total = 0;
+    for (const Part& part : parts) total += *part.place == nullptr ? bytes(part) : 0;
+    void* data = nullptr;
+#ifdef __CUDACC__
+    const ort::MemoryInfo* device = nullptr;
+    check(ort::allocator_info(api_, allocator_, &device));
+    check(ort::scratch(api_, context_, device, total, &data));
+#else
+    check(ort::allocate(api_, allocator_, total, &data));  // the other one needs a stream
+#endif
+    char* next = static_cast<char*>(data);
+    for (const Part& part : parts) {
+      if (*part.place != nullptr) continue;
+      *part.place = reinterpret_cast<float*>(next);
+      next += bytes(part);
+    }
+    return Block(api_, allocator_, data);
+  }
   Stream stream() const {
     void* stream = nullptr;
 #ifdef __CUDACC__
@@ -112,6 +162,7 @@ class Call {
  private:
   const ort::Api* api_;
   ort::Context* context_;
+  ort::Allocator* allocator_;
 };
 
 struct Attributes {
@@ -296,7 +347,7 @@ void launch_prompt(const Call& call, const PromptTensors& t, const PromptSizes& 
 }
 
 // GatedDeltaPrompt(u, z, b, a, window, S, log_key, log_delta, log_decay, kept, rows, conv, A_log, dt_bias,
-//   norm) -> y, next S, log_key, log_delta, log_decay, window, scratch: qkv, units, rates, triangles, mixed
+//   norm) -> y, next S, log_key, log_delta, log_decay, window; qkv and mixed if a graph asks (tests)
 void run_prompt(const Call& call, const Attributes& a) {
   const Tensor u = call.input(0), window = call.input(4), S = call.input(5), log_key = call.input(6);
   const Tensor log_delta = call.input(7), log_decay = call.input(8);
@@ -330,7 +381,6 @@ void run_prompt(const Call& call, const Attributes& a) {
   auto result = [&](size_t i, std::vector<int64_t> shape) {
     return static_cast<float*>(call.output(i, std::move(shape)));
   };
-  const int64_t gates = int64_t(n.value_heads) * n.padded;
   t.y = call.output(0, {n.rows, n.values()});
   t.next_S = result(1, S.shape);
   t.next_key = result(2, log_key.shape);
@@ -338,14 +388,20 @@ void run_prompt(const Call& call, const Attributes& a) {
   t.next_decay = result(4, log_decay.shape);
   t.next_window = call.output(5, window.shape);
   t.qkv = result(6, u.shape);
-  t.units = result(7, {2, n.key_heads, n.padded, n.key_dim});
-  t.decay = result(8, {4, n.value_heads, n.padded});
-  t.beta = t.decay + gates;
-  t.reach = t.beta + gates;
-  t.tail = t.reach + gates;
-  t.solve = result(9, {2, n.value_heads, n.padded, CHUNK});
-  t.seen = t.solve + gates * CHUNK;
-  t.mixed = result(10, {n.rows, n.values()});
+  t.mixed = result(7, {n.rows, n.values()});
+  const int64_t units = int64_t(n.key_heads) * n.padded * n.key_dim;
+  const int64_t gates = int64_t(n.value_heads) * n.padded, triangles = gates * CHUNK;
+  const Block block = call.scratch({
+      {&t.qkv, int64_t(n.rows) * n.channels()},
+      {&t.units, 2 * units},
+      {&t.decay, gates},
+      {&t.beta, gates},
+      {&t.reach, gates},
+      {&t.tail, gates},
+      {&t.solve, triangles},
+      {&t.seen, triangles},
+      {&t.mixed, int64_t(n.rows) * n.values()},
+  });
   const unsigned wide = unsigned((n.channels() / 8 + ROWS_THREADS - 1) / ROWS_THREADS);
   const unsigned pieces = unsigned((n.rows + ROWS_EACH - 1) / ROWS_EACH);
   const unsigned items = unsigned(n.rows * n.value_heads), warps = PROMPT_NORM_THREADS / 32;
@@ -518,13 +574,17 @@ struct Operator : ort::CustomOp {
 struct Kernel {
   const ort::Api* api;
   Kind kind;
-  Attributes attributes;
+  Attributes attributes = {};
+  ort::Allocator* allocator = nullptr;  // of scratch memory, where an operator needs it
+  ~Kernel() {
+    if (allocator != nullptr) ort::release_allocator(api, allocator);
+  }
 };
 
 const Operator& as_operator(const ort::CustomOp* op) { return *static_cast<const Operator*>(op); }
 
 ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::Info* info, void** to) {
-  auto* kernel = new Kernel{api, as_operator(op).kind, {}};
+  auto* kernel = new Kernel{api, as_operator(op).kind};
   auto read = [&](const char* name, int64_t* value) {  // absent: the default stays
     ort::Status* status = ort::attribute_int(api, info, name, value);
     if (status != nullptr) ort::release_status(api, status);
@@ -539,13 +599,14 @@ ort::Status* create(const ort::CustomOp* op, const ort::Api* api, const ort::Inf
   read("key_kind", &a.key_kind);
   read("value_kind", &a.value_kind);
   *to = kernel;
-  return nullptr;
+  if (kernel->kind != PROMPT) return nullptr;
+  return ort::kernel_allocator(api, info, ort::OWN, &kernel->allocator);
 }
 
 ort::Status* compute(void* self, ort::Context* context) {
   const Kernel& kernel = *static_cast<Kernel*>(self);
   try {
-    const Call call(kernel.api, context);
+    const Call call(kernel.api, context, kernel.allocator);
     switch (kernel.kind) {
       case NORM: run_norm(call, kernel.attributes, false); break;
       case ADD_NORM: run_norm(call, kernel.attributes, true); break;
@@ -623,7 +684,7 @@ EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::A
       made.push_back(make(DELTA, "GatedDelta", 11, {T, T, F, F, F, F, I, F, F, F, F},
                           {T, F, F, F, F, T, F}));
       made.push_back(make(PROMPT, "GatedDeltaPrompt", 15, {T, T, T, T, T, F, F, F, F, I, I, F, F, F, F},
-                          {T, F, F, F, F, T, F, F, F, F, F}));
+                          {T, F, F, F, F, T, F, F}));
       made.push_back(make(SILU_MUL, "SiluMul", 2, {T, T}, {T}));
       const std::vector<int> q8_0 = {C, H}, q5_1 = {C, C, H, H};
       auto attend = [&](const char* title, const std::vector<int>& key, const std::vector<int>& value) {

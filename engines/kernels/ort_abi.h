@@ -7,15 +7,18 @@
 
 namespace ort {
 
-constexpr uint32_t VERSION = 17;  // the first with KernelComputeV2, shape inference and version ranges
+constexpr uint32_t VERSION = 18;  // the first with an allocator and scratch memory for a kernel
 
 enum ElementType { UNDEFINED = 0, FLOAT = 1, INT8 = 3, INT32 = 6, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
 enum Presence { REQUIRED = 0, OPTIONAL = 1 };
 enum ErrorCode { FAIL = 1, INVALID_ARGUMENT = 2 };
+enum MemoryType { OWN = 0 };  // that of the provider which runs the kernel
 
 struct Status;
 struct Context;
 struct Info;
+struct Allocator;
+struct MemoryInfo;
 struct Value;
 struct TypeAndShape;
 struct SessionOptions;
@@ -48,6 +51,9 @@ ORT_CALL(element_type, 60, Status*, const TypeAndShape*, int*)
 ORT_CALL(dimension_count, 61, Status*, const TypeAndShape*, size_t*)
 ORT_CALL(dimensions, 62, Status*, const TypeAndShape*, int64_t*, size_t)
 ORT_CALL(type_and_shape, 65, Status*, const Value*, TypeAndShape**)
+ORT_CALL(allocate, 75, Status*, Allocator*, size_t, void**)
+ORT_CALL(free, 76, Status*, Allocator*, void*)
+ORT_CALL(allocator_info, 77, Status*, const Allocator*, const MemoryInfo**)
 ORT_CALL(attribute_float, 85, Status*, const Info*, const char*, float*)
 ORT_CALL(attribute_int, 86, Status*, const Info*, const char*, int64_t*)
 ORT_CALL(input_count, 88, Status*, const Context*, size_t*)
@@ -57,7 +63,10 @@ ORT_CALL(output, 91, Status*, Context*, size_t, const int64_t*, size_t, Value**)
 ORT_CALL(release_status, 93, void, Status*)
 ORT_CALL(release_type_and_shape, 99, void, TypeAndShape*)
 ORT_CALL(release_domain, 101, void, Domain*)
+ORT_CALL(release_allocator, 132, void, Allocator*)
 ORT_CALL(stream, 193, Status*, const Context*, void**)
+ORT_CALL(scratch, 277, Status*, const Context*, const MemoryInfo*, size_t, void**)
+ORT_CALL(kernel_allocator, 278, Status*, const Info*, int, Allocator**)
 #undef ORT_CALL
 
 struct CustomOp {

@@ -7,10 +7,15 @@
 
 The 9B's shapes with random weights. `kernels`: each launch of the rule in ort-fused alone.
 `layers`: device time of a linear layer with its MLP, from calls of six and of two of them.
-`prompts`: seconds for a prompt, bytes on the device against what `inspect` would predict and, in
-the profiles that are shipped, how far states of the two ways are apart. `--tokens 30000 --capacity
-32768 --rows 512` is the long prompt. With `--graphs` both are measured once more with each wide
-call replayed as a CUDA graph, and states compared bit for bit.
+`prompts`: seconds for a prompt with every wide call launched and, in the profiles that are shipped,
+how far states of the two ways are apart. `--tokens 30000 --capacity 32768 --rows 512` is the long
+prompt. With `--graphs` both are measured once more with each wide call replayed as a CUDA graph,
+and states compared bit for bit.
+
+`used_bytes` is what the device holds beyond the start of a step, shared weights counted in: with
+the sessions made, with their weights, with a chain, after a call of W rows, after the first wide
+calls, after the prompts, after those replayed. `memory_off` compares weights and chain as `inspect`
+would predict them with what is held after the prompts, `memory_off_chain` the chain alone.
 
 Every step has a line on stdout and a place in FOLDER/prefill.json as soon as it is done. LIBRARY
 and PROGRAM are the operators of ort-fused and `kernel_bench`, built before: else nvcc does it.
@@ -30,7 +35,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +69,7 @@ from tests.gpu.steps import Steps
 
 SHAPES = "qwen3.5-9b"
 WIDTH = 5
+WIDE = ("prefill", "draft_prefill")
 started = subprocess.run
 
 
@@ -210,11 +217,13 @@ class Series(Steps):
                 for t in dict.fromkeys((*session.spec.all_inputs, *session.spec.all_outputs))
             }
             tensors["rows"].write(rows)
+            session.graphs = False
             taken[False, count] = clock(memory, session.bind(tensors).run, 20).median
             if given.graphs and "replayed" not in found:
                 session.graphs = True
                 try:
-                    taken[True, count] = clock(memory, session.bind(tensors).run, 20).median
+                    with graphs_or_failure():
+                        taken[True, count] = clock(memory, session.bind(tensors).run, 20).median
                 except Exception as error:  # what is not replayed is worth knowing without
                     found["replayed"] = failure(error)
         for replayed, name in ((False, "layer_ms"), (True, "layer_replayed_ms")):
@@ -239,32 +248,50 @@ class Series(Steps):
         trunk, _ = configs(SHAPES)
         ids = np.random.default_rng(0).integers(0, trunk.vocab_size, given.tokens).tolist()
         part = ids[:4096]  # of what goes through calls of W rows, which is slow
-        held = {spec for session in told.sessions for spec in session.weights}
-        before, begin = memory.free_bytes(), time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder, profile_of(profile) as operators:
+        held = sum(spec.nbytes for spec in told.weights)
+        used, before, begin = {}, memory.free_bytes() + held, time.perf_counter()
+
+        def mark(name: str) -> None:
+            memory.synchronize()
+            used[name] = before - memory.free_bytes()
+
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            profile_of(profile) as operators,
+            around_weights(lambda: mark("sessions")),
+        ):
             options = Options(WIDTH, given.capacity, given.dtype, operators, prefill=rows)
             engines = of_shapes(Path(folder), SHAPES, options, told.engines)
-        sessions = engines.sessions
-        wanted = {spec for session in sessions.values() for spec in session.weights}
-        weights = sum(spec.nbytes for spec in wanted - held)
+        mark("weights")
+        for name in WIDE:
+            engines.sessions[name].graphs = False
         found: dict[str, Any] = {"set_up_s": round(time.perf_counter() - begin, 1)}
         chain = chain_of(engines, wide=True)
+        mark("chain")
+        chain.extend(ids[:1])
+        mark("step")
+        seconds(chain, ids[: 2 * rows + 1], 1)
+        mark("wide")
         found["wide_seconds"] = seconds(chain, ids, given.runs)
+        mark("prompts")
         self.say(f"  {profile}, P = {rows}: {json.dumps(found)}")
-        used = before - memory.free_bytes() - weights
-        needs = chain_needs({s.spec.name: s.spec for s in sessions.values()}, options, trunk)
-        predicted = needs[options.capacity].total
-        found |= {"weights_bytes": weights, "chain_bytes": used, "predicted_chain": predicted}
-        found["memory_off"] = predicted / used - 1 if used else None
+        specs = {session.spec.name: session.spec for session in engines.sessions.values()}
+        predicted = chain_needs(specs, options, trunk)[options.capacity].total
+        weights = sum(spec.nbytes for spec in weights_of(engines))
+        found |= {"used_bytes": used, "weights_bytes": weights, "predicted_chain": predicted}
+        found["memory_off"] = (weights + predicted) / used["prompts"] - 1
+        found["memory_off_chain"] = predicted / (used["prompts"] - weights) - 1
         told.engines = told.engines or engines
         if profile in COMPARED:  # they do not share every form of a weight with the trunk
             return found
         got = read(chain, part)
         if given.graphs:
             try:
-                found |= self.replayed(engines, ids, part, got)
+                with graphs_or_failure():
+                    found |= self.replayed(engines, ids, part, got)
             except Exception as error:  # what is not replayed is worth knowing without
                 found["replayed"] = failure(error)
+            mark("replayed")
             self.say(f"  {profile}, P = {rows}: {json.dumps(found)}")
         if not told.states:
             stepped = chain_of(engines, wide=False)
@@ -279,7 +306,7 @@ class Series(Steps):
         self, engines: Engines, ids: list[int], part: list[int], plain: dict[str, Any]
     ) -> dict[str, Any]:
         """The same with wide calls as CUDA graphs; the states have to be those of plain runs."""
-        for name in ("prefill", "draft_prefill"):
+        for name in WIDE:
             engines.sessions[name].graphs = True
         chain = chain_of(engines, wide=True)
         found: dict[str, Any] = {"replayed_seconds": seconds(chain, ids, self.given.runs + 2)}
@@ -299,9 +326,37 @@ class Told:
     states: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def sessions(self) -> list[Any]:
-        """Those that hold weights."""
-        return list(self.engines.sessions.values()) if self.engines else []
+    def weights(self) -> set[TensorSpec]:
+        """Those on the device."""
+        return weights_of(self.engines) if self.engines else set()
+
+
+def weights_of(engines: Engines) -> set[TensorSpec]:
+    """Every weight once."""
+    sessions: list[Any] = list(engines.sessions.values())
+    return {spec for session in sessions for spec in session.weights}
+
+
+@contextmanager
+def around_weights(before: Callable[[], None]) -> Iterator[None]:
+    """Call `before` when the sessions of a profile are made and their weights are not."""
+    give = bench_engines._give
+
+    def given(*arguments: Any) -> None:
+        before()
+        give(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_engines, "_give", given)
+        yield
+
+
+@contextmanager
+def graphs_or_failure() -> Iterator[None]:
+    """Plain runs in the place of graphs that cannot be captured are not what is measured here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
 
 
 def ran(command: list[str], seconds: float) -> str:
