@@ -15,7 +15,12 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.integrity import file_hash
 from eagle_chain.engines.manifest import MANIFEST, STORED_BYTES, Manifest
-from eagle_chain.engines.memory import chain_needs, host_bytes_available, of_one_drafter
+from eagle_chain.engines.memory import (
+    LIBRARIES,
+    chain_needs,
+    host_bytes_available,
+    of_one_drafter,
+)
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.plans import plan_report
 from eagle_chain.engines.progress import counted, human_bytes, progress
@@ -121,14 +126,16 @@ def memory_report(manifest: Manifest) -> dict[str, Any]:
     states = {pair.input: pair.held_bytes for spec in one.values() for pair in spec.states}
     needs = chain_needs(manifest.specs, manifest.options, manifest.trunk)
     weights, state_bytes, device = _computed_bytes(manifest), sum(states.values()), _device()
+    fixed = weights + sum(_libraries(manifest).values())
 
     def chains(specs: Mapping[str, EngineSpec], options: Options) -> int:
         return sum(part.total for part in chain_needs(specs, options, manifest.trunk).values())
 
-    lacking = weights + sum(part.total for part in needs.values()) - device["bytes"]
+    lacking = fixed + sum(part.total for part in needs.values()) - device["bytes"]
     return {
         "stored_weights": sum(weight.nbytes for weight in manifest.weights.values()),
         "weights": weights,
+        "libraries": _libraries(manifest),
         "states": state_bytes,
         "kv_per_token": kv_row_bytes(one.values()),
         "kv_per_token_of": {
@@ -201,8 +208,8 @@ def print_tensors(manifest: Manifest) -> None:
 
 def memory_lines(memory: Mapping[str, Any]) -> list[str]:
     """What a chain takes at each capacity, part by part, against what the device has."""
-    lines = []
-    needed = memory["weights"]
+    lines = [f"GPU      libraries of {n} {human_bytes(b)}" for n, b in memory["libraries"].items()]
+    needed = memory["weights"] + sum(memory["libraries"].values())
     for capacity, parts in memory["chain"].items():
         shares = ", ".join(f"{n} {human_bytes(size)}" for n, size in parts.items() if n != "total")
         lines.append(f"chain    up to {capacity} tokens: {shares} = {human_bytes(parts['total'])}")
@@ -212,6 +219,12 @@ def memory_lines(memory: Mapping[str, Any]) -> list[str]:
     has = f"{device['name']} has {human_bytes(device['bytes'])}, {verdict}"
     lines.append(f"needs    {human_bytes(needed)} with the weights, all capacities in use; {has}")
     return [*lines, f"         enough with {memory['smaller']}"] if memory["smaller"] else lines
+
+
+def _libraries(manifest: Manifest) -> dict[str, int]:
+    """Bytes of the libraries of the one backend that a profile is for, if it is for one."""
+    backend = "onnxruntime-cuda" if manifest.options.profile.startswith("ort-") else ""
+    return {name: size for name, size in LIBRARIES.items() if name == backend}
 
 
 def _device() -> dict[str, Any]:

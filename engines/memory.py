@@ -26,6 +26,9 @@ from eagle_chain.engines.spec import (
 BUILDER_BYTES = 250_000_000
 NODE_BYTES = 110_000
 BAKED_COPIES = 3  # of a graph's weights: as parsed, as optimised, in the plan
+# By backend: what its GPU libraries (workspaces, code of kernels, constants of graphs) take beside
+# weights and chains. Measured values only; what is not here counts as nothing.
+LIBRARIES: dict[str, int] = {}
 KERNEL_CHUNK = 64  # rows of a chunk of the delta rule in the kernels of `ort-fused`
 
 
@@ -109,15 +112,22 @@ def chain_bytes(specs: Mapping[str, EngineSpec], options: Options, trunk: TrunkC
 
 
 def check_load(
-    manifest: Manifest, weights: int, free: int, device: str, *, quantised: bool = True
+    manifest: Manifest,
+    weights: int,
+    free: int,
+    device: str,
+    *,
+    libraries: int = 0,
+    quantised: bool = True,
 ) -> None:
     """Refuse, before anything is uploaded, what this device cannot hold even at first.
 
     Args:
         manifest: Of the bundle.
         weights: Bytes of all weights as they are uploaded.
-        free: Bytes that nobody uses on the device.
+        free: Bytes that nobody uses on the device before an engine is loaded.
         device: Its name.
+        libraries: Of the backend, see `LIBRARIES`.
         quantised: Whether the engines could have KV in ggml's types there.
 
     Raises:
@@ -128,9 +138,10 @@ def check_load(
         return next(iter(chain_needs(specs, options, manifest.trunk).values()))
 
     needs = first(manifest.specs, manifest.options)
-    lacking = weights + needs.total - free
+    lacking = weights + libraries + needs.total - free
     if lacking <= 0:
         return
+    loaded = f", GPU libraries {human_bytes(libraries)}" if libraries else ""
     other = savings(
         manifest,
         lambda specs, options: first(specs, options).total,
@@ -139,8 +150,9 @@ def check_load(
         quantised=quantised,
     )
     raise InputError(
-        f"the weights take {human_bytes(weights)} and a chain of {manifest.options.capacities[0]} "
-        f"tokens {human_bytes(needs.total)}, {human_bytes(needs.kv)} of it KV; {device} has "
+        f"the weights take {human_bytes(weights)}{loaded} and a chain of "
+        f"{manifest.options.capacities[0]} tokens {human_bytes(needs.total)}, "
+        f"{human_bytes(needs.kv)} of it KV; {device} has "
         f"{human_bytes(free)} of memory free: end other programs on it, or export with "
         f"{other or 'another --dtype'}"
     )

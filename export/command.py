@@ -26,6 +26,7 @@ from eagle_chain.engines.spec import (
 
 CAPACITY = 4096  # default, as far as the trunk was made for so many positions
 PREFILL = 256  # rows from which a GPU spends more time multiplying than reading the weights
+CUDA_PREFILL = 512  # of the profiles ort-*: measured, see docs/long-context.md
 LARGE = 2_000_000_000  # bytes of weights above which memory matters to most people
 
 
@@ -67,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         type=int,
         help="rows of a call over a prompt, in engines made for that; 0 for none: prompts then go "
-        f"through the trunk in calls of the width ({PREFILL}, or as many as the capacity has)",
+        f"through the trunk in calls of the width ({CUDA_PREFILL} in the profiles ort-*, {PREFILL} "
+        "in others, or as many as the capacity has)",
     )
     parser.add_argument(
         "--dtype",
@@ -212,7 +214,8 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         )
     prefill = arguments.prefill
     if prefill is None:
-        prefill = min(PREFILL, capacity // PREFILL_STEP * PREFILL_STEP)
+        prefill = CUDA_PREFILL if arguments.profile.startswith("ort-") else PREFILL
+        prefill = min(prefill, capacity // PREFILL_STEP * PREFILL_STEP)
         prefill = prefill if prefill >= arguments.width else 0  # calls of the width are as wide
     options = Options(
         width=arguments.width,

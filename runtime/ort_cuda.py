@@ -17,7 +17,7 @@ from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.manifest import Manifest, Weight
-from eagle_chain.engines.memory import check_load
+from eagle_chain.engines.memory import LIBRARIES, check_load
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory, Replay
@@ -25,6 +25,7 @@ from eagle_chain.runtime.ort import onnxruntime, placed, weight_inputs
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import blocks, converted, upload
 
+BACKEND = "onnxruntime-cuda"
 WARM_UP = 2  # plain runs before a capture: ONNX Runtime allocates and picks algorithms in them
 
 
@@ -149,7 +150,7 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
         InputError: There is no GPU, a package is missing, or the bundle does not suit it.
     """
     memory = CudaMemory()
-    library = None
+    free, library = memory.free_bytes(), None
     if manifest.options.profile == "ort-fused":
         library = build_cuda(cache_folder(), memory.info.compute_capability)
     sessions = {}
@@ -158,8 +159,8 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
         graphs = replayed(manifest.options, spec)
         sessions[name] = OrtCudaSession(model, spec, memory, library=library, graphs=graphs)
     wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
-    uploaded = sum(tensor.nbytes for tensor in wanted)
-    check_load(manifest, uploaded, memory.free_bytes(), memory.info.name)
+    uploaded, libraries = sum(tensor.nbytes for tensor in wanted), LIBRARIES.get(BACKEND, 0)
+    check_load(manifest, uploaded, free, memory.info.name, libraries=libraries)
     forms = {tensor: Derived.parse(tensor.name) for tensor in wanted}
     stored = [tensor for tensor, form in forms.items() if form is None]
     made: dict[TensorSpec, Buffer] = {**upload(folder, manifest.weights, stored, memory)}

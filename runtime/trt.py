@@ -17,7 +17,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour, load_flavour, logger
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest, Plan
-from eagle_chain.engines.memory import check_load
+from eagle_chain.engines.memory import LIBRARIES, check_load
 from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
 from eagle_chain.engines.spec import EngineSpec
 from eagle_chain.runtime.buffers import ALIGNMENT, Buffer
@@ -198,7 +198,7 @@ def open_sessions(
     """
     flavour = load_flavour(backend)
     memory = CudaMemory(device)
-    target = machine(flavour, memory.info)
+    free, target = memory.free_bytes(), machine(flavour, memory.info)
     plans = find_plans(folder, manifest, target)
     engines = {
         name: TrtEngine(
@@ -210,8 +210,9 @@ def open_sessions(
     check_load(
         manifest,
         sum(spec.nbytes for spec in wanted),
-        memory.free_bytes(),
+        free,
         memory.info.name,
+        libraries=LIBRARIES.get(backend, 0),
         quantised=flavour.strongly_typed,
     )
     uploaded = upload(folder, manifest.weights, sorted(wanted, key=lambda t: t.name), memory)

@@ -304,6 +304,23 @@ def test_the_capacity_is_what_the_trunk_has(tmp_path: Path) -> None:
     assert Manifest.load(tmp_path / "bundle").options.capacity == 48
 
 
+@pytest.mark.parametrize(
+    ("profile", "capacity", "rows"),
+    [
+        ("portable", 600, 256),
+        ("ort-cuda", 600, 512),
+        ("ort-fused", 4096, 512),
+        ("ort-cuda", 99, 96),
+    ],
+)
+def test_how_wide_calls_over_a_prompt_are(
+    pair: tuple[Path, Path], tmp_path: Path, profile: str, capacity: int, rows: int
+) -> None:
+    words = ("--profile", profile, "--capacity", str(capacity), "--dtype", "bf16")
+    assert export(pair, tmp_path / "bundle", *words) == 0
+    assert Manifest.load(tmp_path / "bundle").options.prefill == rows
+
+
 def test_the_report_names_what_was_resolved(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

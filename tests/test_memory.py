@@ -17,7 +17,8 @@ from eagle_chain.engines.bound import with_bound_weights
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest
-from eagle_chain.engines.memory import chain_needs, check_load, prompt_scratch
+from eagle_chain.engines.memory import LIBRARIES, chain_needs, check_load, prompt_scratch
+from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.savings import Held, savings
 from eagle_chain.engines.spec import PROFILES, EngineSpec, Options
 from eagle_chain.export.graph import build_graphs
@@ -182,6 +183,26 @@ def nine(*capacities: int, head_dim: int = 256, **options: Any) -> Manifest:
         made_with={},
         arguments=(),
     )
+
+
+def test_libraries_count_where_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, size = nine(4096), 500_000_000
+    before = inspection.memory_lines(inspection.memory_report(manifest))
+    monkeypatch.setitem(LIBRARIES, "onnxruntime-cuda", size)
+    monkeypatch.setitem(LIBRARIES, "tensorrt", 2 * size)
+    monkeypatch.setattr(inspection, "_device", lambda: {"name": "GPU", "bytes": size})
+    report = inspection.memory_report(manifest)
+    first, *_, needs = inspection.memory_lines(report)
+    assert first == "GPU      libraries of onnxruntime-cuda 500.0 MB"
+    assert (report["libraries"], needs.split(" with ")[0]) == (
+        {"onnxruntime-cuda": size},
+        f"needs    {human_bytes(size + report['chain']['4096']['total'])}",
+    )
+    assert not any("libraries" in line for line in before)
+    needed = report["chain"]["4096"]["total"]
+    check_load(manifest, 1000, 1000 + size + needed, "GPU", libraries=size)
+    with pytest.raises(InputError, match=r"take 1\.0 kB, GPU libraries 500\.0 MB and a chain"):
+        check_load(manifest, 1001, 1000 + size + needed, "GPU", libraries=size)
 
 
 def kv_bytes(manifest: Manifest) -> Held:
