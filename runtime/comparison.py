@@ -132,7 +132,7 @@ class Comparison:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._dtype = limits_of(manifest.options)
+        self._limits = limits_of(manifest.options)
         self.verdicts: dict[tuple[str, str], Verdict] = {}
         self.unknown: dict[str, None] = {}
         self._axes = {
@@ -193,7 +193,7 @@ class Comparison:
             if plane := plane_of(tensor.name):
                 planes.setdefault(plane[0], {})[plane[1]] = output
             elif self._is_choice(call.engine, tensor.name):
-                tie |= self._choices(output)
+                tie |= self._choices(output, got.get("logits"))
             elif tensor.dtype == "int32":
                 if not (tie and tensor.name in CHOSEN):
                     self._numbers(output)
@@ -259,13 +259,19 @@ class Comparison:
         if not np.array_equal(output.got, output.want):
             verdict.failed.append(output.call.round)
 
-    def _choices(self, output: _Output) -> bool:
-        """Chosen ids: the same, or another one whose logit is all but the same; whether one is."""
+    def _choices(self, output: _Output, own: Array | None) -> bool:
+        """Chosen ids: the same, or another one whose logit is all but the same; whether one is.
+
+        `own` are the engine's logits, if it gives them: how far off they are says what a tie is.
+        """
         call, got = output.call, output.got
         logits = call.outputs["logits"]
         verdict = self._verdict(output)
         verdict.calls += 1
-        limit = NEAR_TIE * tolerance(self._dtype, "logits").error
+        limit = tolerance(self._limits, "logits").error
+        if own is not None:
+            limit = min(limit, distance(own[: len(got)], logits[: len(got)]).error)
+        limit *= NEAR_TIE
         wrong = np.flatnonzero(got != output.want)
         for row in wrong:
             second, first = np.partition(logits[row], -2)[-2:]
@@ -289,7 +295,7 @@ class Comparison:
             # states come before what is computed from them, ids are chosen last
             rank = 0 if tensor.name.endswith(".next") else 1 if kind else 2
             order = (AFTER if layer is None else layer, rank * AFTER + output.place)
-            limit = None if kind is None else tolerance(self._dtype, kind)
+            limit = None if kind is None else tolerance(self._limits, kind)
             self.verdicts[key] = Verdict(*key, tensor.dtype, kind or "ids", order, limit)
         return self.verdicts[key]
 

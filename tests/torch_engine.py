@@ -52,9 +52,9 @@ class TorchBinding:
             buffer.array[...] = bits.numpy().view(buffer.array.dtype)
 
 
-def torch_engines(bundle: Path, dtype: str) -> Engines:
-    """The engines of an fp32 bundle as PyTorch computes them in `dtype`."""
-    manifest = Manifest.load(bundle)
+def torch_engines(bundle: Path, dtype: str, manifest: Manifest | None = None) -> Engines:
+    """The engines of an fp32 bundle, or of another manifest over it, computed in `dtype`."""
+    manifest = manifest or Manifest.load(bundle)
     sessions = reference_sessions(bundle, manifest, dtype)
     memory = HostMemory()
     specs = {name: session.spec for name, session in sessions.items()}
