@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,3 +134,57 @@ def test_names_of_steps_are_checked_first(
 ) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, script, tmp_path / "none.json", "--only", "prompt")
+
+
+ACTED = """#!/bin/sh
+echo "$*" >> "$LOG"
+while [ $# -gt 1 ]; do
+  if [ "$1" = -o ]; then mkdir -p "$2"; fi
+  shift
+done
+"""
+
+
+def test_parity_script(tmp_path: Path) -> None:
+    """What it exports, records and compares with what, in which order; Python is acted."""
+    python, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out"
+    python.write_text(ACTED)
+    python.chmod(0o755)
+    script = Path(__file__).parent / "gpu" / "parity.sh"
+    named = dict.fromkeys(("PYTHON", "TORCH"), str(python))
+    environment = {"PATH": os.environ["PATH"], "LOG": str(log), **named}
+
+    def calls(*words: str) -> list[list[str]]:
+        log.write_text("")
+        done = subprocess.run(["bash", script, words[0], out, *words[1:]], env=environment)
+        assert done.returncode == 0
+        return [line.replace(f"{out}/", "").split()[2:] for line in log.read_text().splitlines()]
+
+    prepared = calls("prepare")
+    recorded = {words[1]: words[3] for words in prepared if words[0] == "parity"}
+    assert recorded == {
+        "portable-fp32": "recording",
+        "ort-cuda-bf16": "recording-ort-cuda",
+        "portable-fp32-q8": "recording-q8",
+        "ort-cuda-bf16-q8": "recording-ort-cuda-q8",
+    }
+    exports = [
+        dict(zip(words[3::2], words[4::2], strict=True))
+        for words in prepared
+        if words[0] == "export"
+    ]
+    for options in exports:
+        profile, dtype, *kv = options["-o"].rsplit("-", 2 if options["-o"].endswith("-q8") else 1)
+        assert (options["--profile"], options["--dtype"]) == (profile, dtype)
+        assert options.get("--kv") == ("q8_0/q5_1" if kv else None)
+    played = [(words[1], words[5].removeprefix("recording")) for words in calls("run")]
+    assert [name for name, _ in played] == [options["-o"] for options in exports]
+    assert played[:7] == [
+        *((f"ort-fused-{dtype}", "") for dtype in ("bf16", "fp16", "fp32")),
+        ("ort-fused-bf16-q8", "-q8"),
+        *((f"ort-cuda-{dtype}", "-ort-cuda") for dtype in ("bf16", "fp16")),
+        ("ort-cuda-bf16-q8", "-ort-cuda-q8"),
+    ]
+    assert ("portable-bf16-q8", "-q8") in played and ("portable-fp32-q8", "-q8") in played
+    built = [words[1] for words in calls("run", "tensorrt-rtx") if words[0] == "build"]
+    assert built == [name for name, _ in played if not name.startswith("ort-")]
