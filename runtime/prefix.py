@@ -74,29 +74,43 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot) -> int:
     for buffer in (*snapshot.buffers, *snapshot.outputs):
         assert buffer is not None, "a snapshot without its KV is not a sequence"
         arrays[buffer.spec.name] = buffer.read()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _beside(path) as temporary:
         with open(temporary, "wb") as stream:
             np.savez(stream, allow_pickle=False, **arrays)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
         return path.stat().st_size
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """An empty file in the same folder, removed at the end if it is still there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.touch()
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise InputError(
+            f"{path}: cannot be written ({error.strerror}); choose another place"
+        ) from None
 
 
 def check_replaceable(path: Path) -> None:
     """Refuse a path at which no sequence can be put: only another one is replaced.
 
     Raises:
-        InputError: Something else is there, or its folder is missing or may not be written.
+        InputError: Something else is there, or no file can be made in its folder.
     """
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        what = "may not be written" if path.parent.is_dir() else "is no folder"
-        raise InputError(f"{path}: cannot be written: {path.parent} {what}; choose another place")
+    if not path.parent.is_dir():
+        raise InputError(
+            f"{path}: cannot be written: {path.parent} is no folder; choose another place"
+        )
+    with _beside(path):  # permissions do not tell: not to root, nor of a name that is too long
+        pass
     if not os.path.lexists(path):
         return
     try:

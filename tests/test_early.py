@@ -76,6 +76,8 @@ GENERATE = {
     "another file": (["--save-prefix", "text"], "only a prefix file is replaced"),
     "a folder": (["--save-prefix", "bundle"], "only a prefix file is replaced"),
     "no folder": (["--save-prefix", "no/prefix"], "is no folder"),
+    "a long name": (["--save-prefix", "x" * 250], "cannot be written (File name too long)"),
+    "a closed folder": (["--save-prefix", "/proc/prefix"], "cannot be written ("),
 }
 
 
