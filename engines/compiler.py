@@ -26,12 +26,13 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_plain
 from eagle_chain.engines.flavours import Flavour, dtype_names, load_flavour, logger
 from eagle_chain.engines.gpu import cuda_runtime
+from eagle_chain.engines.pieces import HALF, Form, cut
+from eagle_chain.engines.plan_file import IO, Contents, interface, layout, packed
 from eagle_chain.engines.plans import LAYERS
 from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.engines.strict_json import decode, encode
 
 Send = Callable[[dict[str, Any]], None]
-IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs by name
 _PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_MESSAGES = 0.1
 LARGEST_CACHE = 1 << 30  # bytes of a timing cache; those of a 9B have a few MB
@@ -87,48 +88,114 @@ class Compiler:
             words = " | ".join(dict.fromkeys(self.said))
             raise InputError(f"TensorRT {flavour.version} cannot start here: {words}") from None
         self._monitor: Any = None  # TensorRT only borrows it: it must outlive the build
+        self._timings: Any = None  # and so must the timing cache
 
     def compile(self, job: Job) -> dict[str, Any]:
         """Write one plan; returns what is worth telling about it."""
         start = time.monotonic()
-        network, parser = self._network(job)
-        found = _network_io(self.flavour.trt, network)
-        check_io(job.name, job.inputs, job.outputs, found, "the parsed network")
-        config = self._config(job, network)
-        self.log.errors.clear()
-        serialized = self.builder.build_serialized_network(network, config)
-        if serialized is None:
-            raise InputError(f"{job.name}: TensorRT cannot build it: {self.log.last_errors()}")
-        plan = memoryview(serialized)
-        Path(job.plan).write_bytes(plan)
-        self._save_timing_cache(config)
-        report = {
-            "layers": network.num_layers,
-            "bytes": plan.nbytes,
+        made = self._whole(job) if self.flavour.strongly_typed else self._in_pieces(job)
+        return {
+            **made,
+            "bytes": Path(job.plan).stat().st_size,
             "seconds": time.monotonic() - start,
             "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
-        del parser
+
+    def _whole(self, job: Job) -> dict[str, Any]:
+        """The graph as one plan."""
+        built = self._built(job, job.name, job.inputs, job.outputs)
+        Path(job.plan).write_bytes(built.plan)
+        report: dict[str, Any] = {"layers": built.layers}
         if not self.flavour.ahead_of_time:
-            report |= self._read_back(job, plan)
+            back = self._read_back(job.name, built.plan, job.inputs, job.outputs)
+            _write_layers(job, back.inspected)
+            report |= {"scratch_bytes": back.scratch, "plan_layers": back.layers}
         return report
+
+    def _in_pieces(self, job: Job) -> dict[str, Any]:
+        """The graph as pieces of one float type, each distinct one compiled once."""
+        import onnx
+
+        parts = cut(onnx.load(job.graph, load_external_data=False))
+        plans: list[memoryview] = []
+        back: list[_Back] = []
+        reports = []
+        for number, form in enumerate(parts.forms, 1):
+            self.send({"phase": "pieces", "done": number, "total": len(parts.forms)})
+            start = time.monotonic()
+            title = f"{job.name}, piece {number} of {len(parts.forms)} ({form.title})"
+            built = self._built(job, title, form.inputs, form.outputs, form)
+            plans.append(built.plan)
+            back.append(self._read_back(title, built.plan, form.inputs, form.outputs))
+            reports.append(
+                {
+                    "piece": form.title,
+                    "layers": built.layers,
+                    "plan_layers": back[-1].layers,
+                    "scratch_bytes": back[-1].scratch,
+                    "bytes": built.plan.nbytes,
+                    "seconds": time.monotonic() - start,
+                }
+            )
+        types = tuple(form.type for form in parts.forms)
+        sizes = tuple(plan.nbytes for plan in plans)
+        contents = Contents(types, sizes, parts.pieces, parts.crossing)
+        found = interface(contents, [piece.found for piece in back])
+        check_io(job.name, job.inputs, job.outputs, found, "the plan")
+        Path(job.plan).write_bytes(packed(contents, plans))
+        inspected = zip(reports, contents.runs, back, strict=True)
+        pieces = [{**report, "runs": runs, "Layers": _layers(b)} for report, runs, b in inspected]
+        _write_layers(job, json.dumps({"Pieces": pieces}))
+        _, between = layout(parts.pieces, parts.crossing)
+        return {
+            "layers": sum(report["layers"] for report in reports),
+            "plan_layers": sum(b.layers for b in back),
+            "scratch_bytes": max(b.scratch for b in back) + between,
+            "pieces": len(parts.pieces),
+            "plans": len(plans),
+        }
+
+    def _built(
+        self,
+        job: Job,
+        title: str,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        form: Form | None = None,
+    ) -> _Built:
+        """Compile a graph, or a piece of it."""
+        network, parser = self._network(job, title, form)
+        found = _network_io(self.flavour.trt, network)
+        check_io(title, inputs, outputs, found, "the parsed network")
+        config = self._config(network, form)
+        self.log.errors.clear()
+        serialized = self.builder.build_serialized_network(network, config)
+        if serialized is None:
+            raise InputError(f"{title}: TensorRT cannot build it: {self.log.last_errors()}")
+        self._save_timing_cache(config)
+        del parser
+        return _Built(memoryview(serialized), network.num_layers)
 
     def _note(self, text: str) -> None:
         self.said.append(text)
         self.send({"log": text})
 
-    def _network(self, job: Job) -> tuple[Any, Any]:
-        """Parse the graph; the parser owns what the network refers to."""
+    def _network(self, job: Job, title: str, form: Form | None) -> tuple[Any, Any]:
+        """Parse the graph, or a piece; the parser owns what the network refers to."""
         trt, flavour = self.flavour.trt, self.flavour
         kind = "STRONGLY_TYPED" if flavour.strongly_typed else "EXPLICIT_BATCH"
         network = self.builder.create_network(
             1 << int(getattr(trt.NetworkDefinitionCreationFlag, kind))
         )
         parser = trt.OnnxParser(network, self.log)
-        if not parser.parse_from_file(job.graph):
+        if form is None:
+            parsed = parser.parse_from_file(job.graph)
+        else:
+            parsed = parser.parse(form.model, job.graph)  # beside it lie baked weights
+        if not parsed:
             raise InputError(
-                f"{job.name}: TensorRT {flavour.version} cannot read the graph: "
-                + _parser_errors(job, parser)
+                f"{title}: TensorRT {flavour.version} cannot read the graph: "
+                + _parser_errors(job, parser, form)
             )
         linear = 1 << int(trt.TensorFormat.LINEAR)
         for i in range(network.num_inputs):
@@ -137,7 +204,7 @@ class Compiler:
             network.get_output(i).allowed_formats = linear
         return network, parser
 
-    def _config(self, job: Job, network: Any) -> Any:
+    def _config(self, network: Any, form: Form | None) -> Any:
         trt, request, flavour = self.flavour.trt, self.request, self.flavour
         config = self.builder.create_builder_config()
         config.clear_flag(trt.BuilderFlag.TF32)  # the recurrence is fp32, and means it
@@ -156,28 +223,30 @@ class Compiler:
         else:
             config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
             self._load_timing_cache(config)
-        if not flavour.strongly_typed:
-            self._weakly_typed(config, job, network)
+        if form is not None:
+            self._weakly_typed(config, network, form)
         if hasattr(trt, "IProgressMonitor"):
             self._monitor = _monitor(trt, self.send)
             config.progress_monitor = self._monitor
         return config
 
-    def _weakly_typed(self, config: Any, job: Job, network: Any) -> None:
-        """Let 8.6 use fp16 where the graph does, and nowhere else."""
-        import onnx
-
-        from eagle_chain.engines.precision import float_dtypes, pin_fp32
+    def _weakly_typed(self, config: Any, network: Any, form: Form) -> None:
+        """Let 8.6 use fp16 in a half piece; a single piece has nothing else than fp32."""
+        from eagle_chain.engines.precision import pin_products
 
         trt = self.flavour.trt
         config.set_tactic_sources(sum(1 << int(getattr(trt.TacticSource, s)) for s in TACTICS_8))
-        dtypes = float_dtypes(onnx.load(job.graph, load_external_data=False))
-        if "fp16" in dtypes.values():
+        if form.type == HALF:
             config.set_flag(trt.BuilderFlag.FP16)
             config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-            pin_fp32(trt, network, dtypes)
+            pin_products(trt, network)
 
     def _load_timing_cache(self, config: Any) -> None:
+        """Give a config the timings of this process, which begin as those of the file."""
+        self.log.errors.clear()
+        if self._timings is not None:
+            config.set_timing_cache(self._timings, ignore_mismatch=False)
+            return
         path = self.request.timing_cache
         stored = b""
         if path and os.path.lexists(path):
@@ -185,11 +254,13 @@ class Compiler:
                 stored = read_plain(path, LARGEST_CACHE)
             except OSError as error:
                 self.send({"warning": f"{path}: cannot be read ({error.strerror}); ignored"})
-        self.log.errors.clear()
-        cache = config.create_timing_cache(stored)
-        if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        self._timings = config.create_timing_cache(stored)
+        if self._timings is None or not config.set_timing_cache(
+            self._timings, ignore_mismatch=False
+        ):
             self.send({"warning": f"{path}: not a timing cache of this TensorRT and GPU; ignored"})
-            config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+            self._timings = config.create_timing_cache(b"")
+            config.set_timing_cache(self._timings, ignore_mismatch=False)
 
     def _save_timing_cache(self, config: Any) -> None:
         """Keep what was measured, whatever becomes of the jobs still to come."""
@@ -201,18 +272,53 @@ class Compiler:
         Path(temporary).write_bytes(memoryview(cache.serialize()))
         os.replace(temporary, path)
 
-    def _read_back(self, job: Job, plan: memoryview) -> dict[str, Any]:
-        """Load the plan as a runtime would, check its I/O, and save the inspector's report."""
+    def _read_back(
+        self,
+        title: str,
+        plan: memoryview,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+    ) -> _Back:
+        """Load a plan as a runtime would, check its I/O, and ask TensorRT's inspector."""
         trt = self.flavour.trt
         self.log.errors.clear()
         engine = trt.Runtime(self.log).deserialize_cuda_engine(plan)
         if engine is None:
-            raise InputError(f"{job.name}: the new plan does not load: {self.log.last_errors()}")
-        check_io(job.name, job.inputs, job.outputs, engine_io(trt, engine), "the plan")
+            raise InputError(f"{title}: the new plan does not load: {self.log.last_errors()}")
+        found = engine_io(trt, engine)
+        check_io(title, inputs, outputs, found, "the plan")
         inspector = engine.create_engine_inspector()
         text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-        Path(job.plan).with_suffix(LAYERS).write_text(text, encoding="utf-8")
-        return {"scratch_bytes": scratch_bytes(engine), "plan_layers": engine.num_layers}
+        return _Back(found, scratch_bytes(engine), engine.num_layers, text)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A new plan."""
+
+    plan: memoryview
+    layers: int  # of the network
+
+
+@dataclass(frozen=True)
+class _Back:
+    """A plan as it is once it is loaded again."""
+
+    found: IO
+    scratch: int  # bytes
+    layers: int
+    inspected: str  # the inspector's report, nearly JSON
+
+
+def _layers(back: _Back) -> Any:
+    """The layers of a report; none if it is no JSON: TensorRT escapes nothing."""
+    with suppress(ValueError, AttributeError, RecursionError):
+        return json.loads(back.inspected, strict=False).get("Layers", [])
+    return []
+
+
+def _write_layers(job: Job, text: str) -> None:
+    Path(job.plan).with_suffix(LAYERS).write_text(text, encoding="utf-8")
 
 
 def check_io(
@@ -258,11 +364,14 @@ def scratch_bytes(engine: Any) -> int:
     return int(engine.device_memory_size if size is None else size)
 
 
-def _parser_errors(job: Job, parser: Any) -> str:
+def _parser_errors(job: Job, parser: Any, form: Form | None) -> str:
     """The parser's errors with the nodes they are about."""
     import onnx
 
-    nodes = onnx.load(job.graph, load_external_data=False).graph.node
+    if form is None:
+        nodes = onnx.load(job.graph, load_external_data=False).graph.node
+    else:
+        nodes = onnx.load_from_string(form.model).graph.node
     texts = []
     for error in (parser.get_error(i) for i in range(parser.num_errors)):
         index = error.node()

@@ -153,23 +153,40 @@ def plan_report(folder: Path, name: str, plan: Plan) -> dict[str, Any]:
         "target": _described(plan),
         "weights": plan.weights,
         "options": list(plan.options),
+        "pieces": [runs for runs, _ in _inspected(path.with_suffix(LAYERS))],
         "layers": layer_dtypes(path.with_suffix(LAYERS)),
     }
 
 
 def layer_dtypes(path: Path) -> dict[str, int]:
-    """How many layers of a plan write which dtypes, from TensorRT's inspector; {} if it was not."""
+    """How many layers of an engine write which dtypes, from TensorRT's inspector; {} without it.
+
+    A layer counts as often as its piece runs.
+    """
+    counts: Counter[str] = Counter()
+    for runs, layers in _inspected(path):
+        for layer in layers:
+            outputs = layer.get("Outputs") if isinstance(layer, dict) else None
+            rows = outputs if isinstance(outputs, list) else []
+            dtypes = " + ".join(sorted({_dtype(row) for row in rows if isinstance(row, dict)}))
+            counts[dtypes or "none"] += runs
+    return dict(counts)
+
+
+def _inspected(path: Path) -> list[tuple[int, list[Any]]]:
+    """How often each plan of an engine runs, and its layers."""
     try:
         data = json.loads(read_plain(path), strict=False)  # TensorRT escapes nothing
     except (OSError, ValueError, RecursionError):  # not there, or no report of TensorRT's
-        return {}
-    layers = data.get("Layers") if isinstance(data, dict) else None
-    counts: Counter[str] = Counter()
-    for layer in layers if isinstance(layers, list) else []:
-        outputs = layer.get("Outputs") if isinstance(layer, dict) else None
-        rows = outputs if isinstance(outputs, list) else []
-        counts[" + ".join(sorted({_dtype(row) for row in rows if isinstance(row, dict)}))] += 1
-    return {dtypes or "none": count for dtypes, count in counts.items()}
+        return []
+    pieces = data.get("Pieces", [data]) if isinstance(data, dict) else []
+    found = []
+    for piece in pieces if isinstance(pieces, list) else []:
+        if isinstance(piece, dict):
+            runs, layers = piece.get("runs", 1), piece.get("Layers")
+            if isinstance(layers, list) and type(runs) is int:
+                found.append((runs, layers))
+    return found
 
 
 def _dtype(output: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_chain.engines.compiler import check_io, engine_io, scratch_bytes
 from eagle_chain.engines.errors import InputError
@@ -18,6 +18,7 @@ from eagle_chain.engines.flavours import Flavour, load_flavour, logger
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.memory import LIBRARIES, check_load
+from eagle_chain.engines.plan_file import IO, DamagedError, interface, layout, unpacked
 from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
 from eagle_chain.engines.spec import EngineSpec
 from eagle_chain.runtime.buffers import ALIGNMENT, Buffer
@@ -25,19 +26,28 @@ from eagle_chain.runtime.cuda import CudaBuffer, CudaError, CudaMemory, Replay
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import upload
 
+SHARED_CONTEXTS = True  # a plan that runs several times has one context for all of them
+
+
+class Step(NamedTuple):
+    """One run of a plan: which, and the engine's tensor for each of the plan's own."""
+
+    plan: int
+    names: Mapping[str, str]
+
 
 class TrtEngine:
-    """A plan in device memory, and the weights that are bound to it.
+    """An engine in device memory, one plan or several in turn, and the weights bound to it.
 
     Args:
         flavour: The library that built it.
-        path: The plan.
+        path: The plan, or for a TensorRT that is not strongly typed the file of its pieces.
         plan: Its entry in the manifest.
         spec: What the bundle says it takes and gives.
         command: What builds it again, for errors.
 
     Raises:
-        InputError: The plan is not the one that was built, does not load, or has another interface.
+        InputError: The file is not the one that was built, does not load, or has another interface.
     """
 
     def __init__(
@@ -49,36 +59,74 @@ class TrtEngine:
         self.spec = spec
         self.log = logger(trt, lambda text: None)
         self._runtime = trt.Runtime(self.log)
+        self.plans: list[Any] = []
+        self.steps: list[Step] = []
+        self.between: dict[str, int] = {}  # tensors between steps: where each lies in their block
+        self._between_bytes = 0
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            self.engine = self._runtime.deserialize_cuda_engine(data)
-        if self.engine is None:
-            raise InputError(
-                f"{path}: TensorRT {flavour.version} cannot load it: {self.log.last_errors()}; "
-                f"build it again: {command}"
-            )
-        found = engine_io(trt, self.engine)
+            if flavour.strongly_typed:
+                found = self._load_whole(path, data, command)
+            else:
+                found = self._load_pieces(path, data, command)
         known = {t.name for t in spec.all_inputs}
         self.weights = tuple(t for name, t in found[0].items() if name not in known)
         inputs = (*spec.all_inputs, *(self.weights if plan.weights == "bound" else ()))
         check_io(str(path), inputs, spec.all_outputs, found, "the plan")
         self.bound: dict[str, CudaBuffer] = {}  # by name; filled by whoever uploads `weights`
 
+    def _load_whole(self, path: Path, data: Any, command: str) -> IO:
+        found = self._load(path, data, command)
+        self.steps.append(Step(0, {name: name for side in found for name in side}))
+        return found
+
+    def _load_pieces(self, path: Path, data: Any, command: str) -> IO:
+        with memoryview(data) as view:
+            try:
+                contents, spans = unpacked(view)
+                plans = [bytes(span) for span in spans]
+                for span in spans:
+                    span.release()
+                found = interface(contents, [self._load(path, p, command) for p in plans])
+            except DamagedError as error:
+                raise InputError(f"{path}: {error}; build it again: {command} --force") from None
+        self.steps += [Step(piece.form, piece.names()) for piece in contents.pieces]
+        self.between, self._between_bytes = layout(contents.pieces, contents.crossing)
+        return found
+
+    def _load(self, path: Path, data: Any, command: str) -> IO:
+        """Load one more plan; returns its inputs and outputs."""
+        self.log.errors.clear()
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            raise InputError(
+                f"{path}: TensorRT {self.flavour.version} cannot load it: "
+                f"{self.log.last_errors()}; build it again: {command}"
+            )
+        self.plans.append(engine)
+        return engine_io(self.flavour.trt, engine)
+
     @property
     def scratch_bytes(self) -> int:
-        """Device memory that a context uses while it runs."""
-        return scratch_bytes(self.engine)
+        """Device memory that a binding uses while it runs, tensors between steps included."""
+        return self.between_at + self._between_bytes
+
+    @property
+    def between_at(self) -> int:
+        """Where the tensors between steps begin in that memory, behind the scratch of any plan."""
+        largest = max(scratch_bytes(plan) for plan in self.plans)
+        return -(-largest // ALIGNMENT) * ALIGNMENT
 
     def aliases(self) -> dict[str, str]:
         """Output -> the input whose buffer it must be given (KV caches that TensorRT updates)."""
-        ask = getattr(self.engine, "get_aliased_input_tensor", None)
-        if ask is None:
+        ask = getattr(self.plans[0], "get_aliased_input_tensor", None)
+        if ask is None or len(self.plans) > 1:
             return {}
         found = ((pair.output, ask(pair.output)) for pair in self.spec.states)
         return {output: source for output, source in found if source}
 
-    def context(self, scratch: CudaBuffer) -> Any:
-        """A new execution context that uses this scratch memory."""
-        trt, engine = self.flavour.trt, self.engine
+    def context(self, plan: int, scratch: CudaBuffer) -> Any:
+        """A new execution context of a plan that uses this scratch memory."""
+        trt, engine = self.flavour.trt, self.plans[plan]
         self.log.errors.clear()
         strategies = getattr(trt, "ExecutionContextAllocationStrategy", None)
         if strategies is None:
@@ -128,7 +176,10 @@ class TrtSession:
 
 
 class TrtBinding:
-    """An execution context with all its addresses; keeps buffers and weights alive.
+    """Execution contexts with all their addresses; keeps buffers and weights alive.
+
+    A plan that runs several times has one context, which gets the addresses of each run anew. They
+    repeat with every call, so a CUDA graph has all of them.
 
     TensorRT wants addresses that are multiples of 256. A tensor elsewhere, like one id among the
     rows of the next call, gets a buffer of its own and is copied to or from it with every run.
@@ -141,24 +192,28 @@ class TrtBinding:
         self._held: dict[str, Buffer] = {**engine.bound, **tensors}
         self._scratch = memory.scratch(engine.scratch_bytes)
         memory.cuda.activate()
-        self._context = engine.context(self._scratch)
+        self._contexts: dict[int, Any] = {}  # by plan, or by step if each has its own
         self._before: list[tuple[CudaBuffer, Buffer]] = []  # copies: target, source
         self._after: list[tuple[Buffer, CudaBuffer]] = []
         written = {tensor.name for tensor in session.spec.all_outputs}
+        between = self._scratch.address + engine.between_at
+        addresses = {name: between + offset for name, offset in engine.between.items()}
         for name, buffer in self._held.items():
-            address = buffer.address
-            if address % ALIGNMENT:
+            addresses[name] = buffer.address
+            if buffer.address % ALIGNMENT:
                 own = memory.allocate(buffer.spec)
-                address = own.address
+                addresses[name] = own.address
                 if name in written:
                     self._after.append((buffer, own))
                 else:
                     self._before.append((own, buffer))
-            if not self._context.set_tensor_address(name, address):
-                raise InputError(
-                    f"{session.spec.name}: TensorRT refuses the address of {name}: "
-                    f"{engine.log.last_errors()}"
-                )
+        self._steps = [
+            (step.plan, [(own, addresses[name]) for own, name in step.names.items()])
+            for step in engine.steps
+        ]
+        self._set: dict[int, int] = {}  # context -> the step that has given it its addresses
+        for number in range(len(self._steps)):
+            self._address(number)
         self._replay = Replay(memory) if session.graphs else None
 
     def run(self) -> None:
@@ -168,16 +223,48 @@ class TrtBinding:
         else:
             self._replay.run(None, self._enqueue)
 
+    def run_plan(self, plan: int) -> None:
+        """Queue only the steps of one plan, plainly: for measuring."""
+        self._memory.cuda.activate()
+        for number, (used, _) in enumerate(self._steps):
+            if used == plan:
+                self._run_step(number)
+
     def _enqueue(self) -> None:
         self._memory.cuda.activate()
         for own, source in self._before:
             own.copy_from(source)
-        if not self._context.execute_async_v3(self._memory.stream):
+        for number in range(len(self._steps)):
+            self._run_step(number)
+        for target, own in self._after:
+            target.copy_from(own)
+
+    def _run_step(self, number: int) -> None:
+        at = self._context_of(number)
+        if self._set[at] != number:
+            self._address(number)
+        if not self._contexts[at].execute_async_v3(self._memory.stream):
             raise CudaError(
                 f"{self._engine.spec.name}: TensorRT did not run: {self._engine.log.last_errors()}"
             )
-        for target, own in self._after:
-            target.copy_from(own)
+
+    def _context_of(self, number: int) -> int:
+        return self._steps[number][0] if SHARED_CONTEXTS else number
+
+    def _address(self, number: int) -> None:
+        """Give the context of a step the addresses of that step."""
+        plan, tensors = self._steps[number]
+        at = self._context_of(number)
+        if at not in self._contexts:
+            self._contexts[at] = self._engine.context(plan, self._scratch)
+        for own, address in tensors:
+            if not self._contexts[at].set_tensor_address(own, address):
+                name = self._engine.steps[number].names[own]
+                raise InputError(
+                    f"{self._engine.spec.name}: TensorRT refuses the address of {name}: "
+                    f"{self._engine.log.last_errors()}"
+                )
+        self._set[at] = number
 
 
 def open_sessions(

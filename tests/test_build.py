@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,11 +29,11 @@ from eagle_chain.engines.compiler import Job, Request
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour, load_flavour
-from eagle_chain.engines.graphs import bound_graph, load_graph
+from eagle_chain.engines.graphs import bound_graph
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.memory import Estimate, check_room
+from eagle_chain.engines.plan_file import unpacked
 from eagle_chain.engines.plans import Target
-from eagle_chain.engines.precision import float_dtypes, pin_fp32
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
@@ -346,9 +347,7 @@ def test_tf32_is_off_and_the_network_strongly_typed(
     bundle: Path, gpu: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report(capsys, "build", str(bundle), "--level", "1", "--workspace", "1.5GB")
-    line = (bundle / PLANS / "trunk.plan").read_bytes().split(b"\n")[0]
-    settings = json.loads(line.removeprefix(b"stand-in plan "))
-    assert settings == {
+    assert settings((bundle / PLANS / "trunk.plan").read_bytes()) == {
         **{"tf32": False, "flags": 2, "level": 1, "pools": 1},
         **{"fp16": False, "obey": False, "pinned": []},
     }
@@ -559,88 +558,57 @@ def test_8_6_refuses_what_it_cannot_read(options: Options, words: str) -> None:
         Flavour("tensorrt", "8.6.1", None).refuse_baked({"BF16", "F32"})
 
 
-# ruff: noqa: D101, D102, D106
-class FakeLayer:
-    """A layer with float tensors named as in the graph, as 8.6's parser leaves them."""
-
-    def __init__(self, kind: str, read: list[str], written: list[str]) -> None:
-        self.type, self.precision, self.types = kind, None, {}  # type: ignore[var-annotated]
-        self.read, self.written = read, written
-        self.num_inputs, self.num_outputs = len(read), len(written)
-
-    def get_input(self, i: int) -> Any:
-        return Named(self.read[i])
-
-    def get_output(self, i: int) -> Any:
-        return Named(self.written[i])
-
-    def set_output_type(self, i: int, dtype: str) -> None:
-        self.types[i] = dtype
+def settings(plan: bytes | memoryview) -> dict[str, Any]:
+    """What the stand-in was told when it built a plan."""
+    line = bytes(plan).split(b"\n")[0]
+    told: dict[str, Any] = json.loads(line.removeprefix(b"stand-in plan "))
+    return told
 
 
-class Named:
-    def __init__(self, name: str) -> None:
-        self.name, self.dtype = name, "INT32" if name.startswith("i") else "FLOAT"
-
-
-class FakeTrt:
-    class DataType:
-        FLOAT, HALF = "FLOAT", "HALF"
-
-    class LayerType:
-        CAST, CONSTANT, SHAPE = "CAST", "CONSTANT", "SHAPE"
-
-
-class FakeNetwork:
-    def __init__(self, *layers: FakeLayer) -> None:
-        self.layers, self.num_layers = layers, len(layers)
-
-    def get_layer(self, i: int) -> FakeLayer:
-        return self.layers[i]
-
-
-def test_what_the_graph_has_in_fp32_is_pinned() -> None:
-    up = FakeLayer("CAST", ["h"], ["f"])  # fp16 -> fp32: the border of an island
-    eps = FakeLayer("CONSTANT", [], ["(Unnamed constant)"])
-    wide = FakeLayer("SHUFFLE", ["(Unnamed constant)"], ["(Unnamed shuffle)"])
-    total = FakeLayer("ELEMENTWISE", ["f", "(Unnamed shuffle)"], ["g"])
-    down = FakeLayer("CAST", ["g"], ["k"])
-    product = FakeLayer("MATRIX_MULTIPLY", ["k", "w"], ["y"])
-    pick = FakeLayer("TOPK", ["g"], ["best", "i"])
-    counter = FakeLayer("ELEMENTWISE", ["i", "i2"], ["i3"])
-    network = FakeNetwork(up, eps, wide, total, down, product, pick, counter)
-    dtypes = {"h": "fp16", "f": "fp32", "g": "fp32", "k": "fp16", "y": "fp16", "best": "fp32"}
-    assert pin_fp32(FakeTrt, network, dtypes) == 2
-    pins = [layer.types for layer in network.layers]
-    assert pins == [{}, {}, {}, {0: "FLOAT"}, {}, {}, {0: "FLOAT"}, {}]
-    assert all(layer.precision is None for layer in network.layers)
-
-
-def test_the_dtypes_of_a_real_graph_have_both_kinds(
-    pair: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_8_6_builds_pieces_of_one_type(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:
-    bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
-    spec = Manifest.load(bundle).specs["trunk"]
-    model, _ = bound_graph(load_graph(bundle, "trunk"), spec, "fp16")
-    dtypes = float_dtypes(model)
-    floats = {o for n in model.graph.node for o in n.output if n.op_type in ("Gemm", "Exp")}
-    assert floats <= dtypes.keys()
-    assert dtypes["layers.0.S.next"] == "fp32" and dtypes["features"] == "fp16"
-
-
-def test_8_6_is_weakly_typed_with_fp32_pinned(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
+    """Single pieces cannot use fp16; products of half pieces read fp16 and add up in fp32."""
+    bundle = export(pair, tmp_path / "b", "--dtype", dtype)
     with standins(STANDIN_VERSION="8.6.1"):
-        assert report(capsys, "build", str(bundle))["built"]
-    plan = bundle / "plans" / "tensorrt-8.6.1-Stand-in-GPU" / "trunk.plan"
-    settings = json.loads(plan.read_bytes().split(b"\n")[0].removeprefix(b"stand-in plan "))
-    assert settings == {
-        **{"tf32": False, "flags": 1, "level": 2, "pools": 0},
-        **{"fp16": True, "obey": True},
-        "pinned": ["DataType.FLOAT"],
-    }
+        done = report(capsys, "build", str(bundle))
+    assert done["built"]
+    place = "plans/tensorrt-8.6.1-Stand-in-GPU"
+    contents, plans = unpacked(memoryview((bundle / place / "trunk.plan").read_bytes()))
+    assert set(contents.types) == {"fp32", dtype}
+    products = 0
+    for kind, told in zip(contents.types, map(settings, plans), strict=True):
+        half = kind == "fp16"
+        pins = told.pop("pinned")
+        assert all(pin == ["HALF", "FLOAT"] for pin in pins) and (half or not pins)
+        products += len(pins)
+        assert told == {
+            **{"tf32": False, "flags": 1, "level": 2, "pools": 0},
+            **{"fp16": half, "obey": half},
+        }
+    assert bool(products) == (dtype == "fp16")
+    counts = done["jobs"]["trunk"]["pieces"], done["jobs"]["trunk"]["plans"]
+    assert counts == (len(contents.pieces), len(plans)) and counts[0] > counts[1]
+    [shown] = [p for p in report(capsys, "inspect", str(bundle))["plans"] if "trunk" in p["file"]]
+    assert shown["pieces"] == list(contents.runs) and shown["layers"] == {"FP32": counts[0]}
+    main(["inspect", str(bundle)])
+    assert f"{counts[1]} distinct pieces, {counts[0]} runs a call" in capsys.readouterr().out
+
+
+def test_a_piece_that_8_6_cannot_build_is_named(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
+    monkeypatch.setenv("STANDIN_BUILD", "none")
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(bundle)]) == 2
+    words = capsys.readouterr().err
+    assert re.search(r"draft, piece 1 of \d+ \(fp16: .* Cast.*\): TensorRT cannot build it", words)
+    assert not (bundle / "plans").exists() or not list((bundle / "plans").glob("tensorrt*"))
 
 
 # --- the key ---------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ OWNERS = {  # library -> the only files that may import it, anywhere in them
         "engines/build.py",
         "engines/compiler.py",
         "engines/graphs.py",
-        "engines/precision.py",
+        "engines/pieces.py",
         "export/builder.py",
         "export/bundle.py",
         "export/graph.py",

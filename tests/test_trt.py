@@ -6,7 +6,9 @@ give exactly what it gives on ONNX Runtime. What only a GPU can show is in tests
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from eagle_chain.engines.cli import main
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest, Weight
 from eagle_chain.engines.spec import TensorSpec
-from eagle_chain.runtime import Engines, open_engines
+from eagle_chain.runtime import Engines, open_engines, trt
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.trt import TrtBinding, TrtSession, open_sessions
@@ -74,14 +76,87 @@ def test_the_chain_gives_what_onnx_runtime_gives(
     assert tokens(chain, k=k) == reference[k], "and again, now from captured graphs"
 
 
-def test_8_6_has_other_calls_and_the_same_tokens(
-    bundle: Path, tmp_path: Path, reference: dict[int, list[int]]
+@pytest.mark.parametrize("weights", ["bound", "baked"])
+def test_8_6_runs_pieces_and_gives_the_same_tokens(
+    tmp_path: Path, bundle: Path, reference: dict[int, list[int]], weights: str
 ) -> None:
+    """Whole rounds on the device and the chain of the host; again from captured graphs."""
     copy = edit(bundle, tmp_path)
+    if weights == "baked":  # 8.6 cannot bake bf16
+        folder = tmp_path / "stored"
+        pair = write_pair(folder, layers=4, aux=[0, 1, 3], dtype="fp32", tied=True)
+        options = ("--capacity", str(CAPACITY), "--aux-layers", "0,1,3")
+        copy = exported(pair, tmp_path / "stored" / "b", *options)
+        chain = open_engines(copy, "onnxruntime-cpu", threads=1).chain()
+        reference = {k: tokens(chain, k=k) for k in (0, 4)}
+    with standins(STANDIN_VERSION="8.6.1") as cuda:
+        assert main(["build", str(copy), *BUILD, "--weights", weights]) == 0
+        engines = open_engines(copy, "tensorrt")
+        trunk = engines.sessions["trunk"]
+        assert isinstance(trunk, TrtSession)
+        plans, steps = len(trunk.engine.plans), len(trunk.engine.steps)
+        assert steps > 1 and (plans < steps) == (weights == "bound"), "baked layers are not equal"
+        device, host = engines.chain(), engines.chain(ahead=False)
+        for k in (0, 4):
+            for chain in (device, host):
+                assert tokens(chain, k=k) == reference[k]
+                assert tokens(chain, k=k) == reference[k]
+        gc.collect()
+        before = (len(cuda.allocated), _contexts(engines))
+        tokens(device, [5, 6], count=12, k=4)
+        gc.collect()
+        assert (len(cuda.allocated), _contexts(engines)) == before
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pieces_of_fp16_agree_with_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Drafted, plain, with graphs and without: one sequence, whatever the rounding."""
+    monkeypatch.setattr(trt, "SHARED_CONTEXTS", shared)
+    pair = write_pair(tmp_path, layers=4, aux=[0, 1, 3], dtype="fp16")
+    options = ("--capacity", str(CAPACITY), "--aux-layers", "0,1,3", "--dtype", "fp16")
+    copy = exported(pair, tmp_path / "b", *options)
     with standins(STANDIN_VERSION="8.6.1"):
         assert main(["build", str(copy), *BUILD]) == 0
         engines = open_engines(copy, "tensorrt")
-        assert tokens(engines.chain(), k=4) == reference[4]
+        trunk = engines.sessions["trunk"]
+        assert isinstance(trunk, TrtSession)
+        assert trunk.engine.between and len(trunk.engine.plans) < len(trunk.engine.steps)
+        plain = tokens(engines.chain(), k=0)
+        assert tokens(engines.chain(), k=4) == plain
+        memory, sessions = open_sessions(copy, Manifest.load(copy), "tensorrt", graphs=False)
+        ungraphed = dataclasses.replace(engines, memory=memory, sessions=sessions)
+        assert tokens(ungraphed.chain(ahead=False), k=4) == plain
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: data[:100], r"has a header of \d+ bytes in a file of 100"),
+        (lambda data: data[: len(data) // 2], "its plans end at"),
+        (lambda data: b"ftrt" + data, "does not begin as a file of pieces does"),
+        (lambda data: data.replace(b'"fp32"', b'"fp3X"', 1), "cannot load|expected|has "),
+        (lambda data: data.replace(b'"o', b'"i', 1), "has "),
+        (lambda data: data.replace(b"val_", b"vax_", 1), "has "),
+    ],
+)
+def test_a_damaged_file_of_pieces_is_one_sentence(
+    tmp_path: Path, bundle: Path, damage: Any, words: str
+) -> None:
+    """Even one whose hash is right."""
+    copy = edit(bundle, tmp_path)
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(copy), *BUILD]) == 0
+        path = next(copy.rglob("tensorrt-8.6.1*/trunk.plan"))
+        data = json.loads((copy / "manifest.json").read_text())
+        path.write_bytes(damage(path.read_bytes()))
+        name = str(path.relative_to(copy))
+        data["plans"][name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (copy / "manifest.json").write_text(json.dumps(data))
+        with pytest.raises(InputError, match=words) as error:
+            open_sessions(copy, Manifest.load(copy), "tensorrt")
+    assert f"{path}: " in str(error.value) and "eagle-chain build" in str(error.value)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
@@ -143,7 +218,8 @@ def test_nothing_is_allocated_after_the_first_round(cuda: Any, engines: Engines)
 
 
 def _contexts(engines: Engines) -> int:
-    return sum(s.engine.engine.contexts for s in engines.sessions.values())  # type: ignore[attr-defined]
+    sessions = [s for s in engines.sessions.values() if isinstance(s, TrtSession)]
+    return sum(plan.contexts for session in sessions for plan in session.engine.plans)
 
 
 def test_opening_and_closing_leaves_nothing_behind(cuda: Any, bundle: Path) -> None:
@@ -291,7 +367,8 @@ def test_a_binding_keeps_what_it_has_addresses_of(cuda: Any, engines: Engines) -
     )
     assert isinstance(binding, TrtBinding)
     gc.collect()
-    for address in binding._context.addresses.values():
+    [context] = binding._contexts.values()
+    for address in context.addresses.values():
         assert address in cuda.allocated
     binding.run()
 

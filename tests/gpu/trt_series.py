@@ -1,12 +1,13 @@
 """TensorRT on a GPU: parity with a recording, the chain, the 9B's shapes by the clock.
 
     python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,RECORDING ... [--layers 32]
-        [--level 2] [--seconds 540] [--only STAGE,...] [--pins fp32|products|all] [--cublas]
+        [--level 2] [--seconds 540] [--only STAGE,...] [--pins sums outputs none all] [--contexts]
 
 One process, stages in order of worth; each prints its result at once and adds it to
 OUT/results.json, and a stage that fails does not end the others. Needs TensorRT, cuda-python, onnx,
-onnx-ir, Polygraphy and rich; no PyTorch. RECORDING is what `eagle-chain record` wrote; see
-`trt_variant.py` for the last two options.
+onnx-ir, Polygraphy and rich; no PyTorch. RECORDING is what `eagle-chain record` wrote. `--pins`
+(of TensorRT 8.6, see `trt_variant.py`) runs all stages once for each; results of all but `sums`
+have its name behind theirs. `--contexts` gives every run of a plan an execution context of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import gc
 import hashlib
+import json
 import resource
 import sys
 import time
@@ -36,9 +38,10 @@ from eagle_chain.engines.plans import layer_dtypes
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
+from eagle_chain.runtime import trt
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.chain import Chain
-from eagle_chain.runtime.cuda import CudaMemory
+from eagle_chain.runtime.cuda import CudaMemory, Replay
 from eagle_chain.runtime.load import Engines, open_engines
 from eagle_chain.runtime.measure import (
     clock,
@@ -49,7 +52,7 @@ from eagle_chain.runtime.measure import (
     weight_bytes,
 )
 from eagle_chain.runtime.stand import Stand
-from eagle_chain.runtime.trt import TrtEngine, TrtSession, open_sessions
+from eagle_chain.runtime.trt import TrtBinding, TrtEngine, TrtSession, open_sessions
 from tests import qwen_9b
 from tests.gpu import trt_variant
 from tests.gpu.steps import Stage, Steps, chosen
@@ -68,6 +71,8 @@ class Series(Steps):
         super().__init__(arguments.out / "results.json", arguments.seconds)
         self.out: Path = arguments.out
         self.level: int | None = arguments.level
+        self.pins = "sums"
+        self.inspected = self.out / "none"  # the inspector's report on the last trunk
 
     # --- a bundle ----------------------------------------------------------------------------
 
@@ -75,7 +80,7 @@ class Series(Steps):
         """`eagle-chain build`, and what the plans are."""
         level = [] if self.level is None else ["--level", str(self.level)]
         begin = time.monotonic()
-        code = command(["build", str(bundle), *level, *words])
+        code = command(["build", str(bundle), "--force", *level, *words])
         manifest = Manifest.load(bundle)
         folders = {str(Path(name).parent) for name in manifest.plans}
         found: dict[str, Any] = {"exit": code, "seconds": round(time.monotonic() - begin, 1)}
@@ -103,7 +108,7 @@ class Series(Steps):
         for tensor in report["tensors"]:
             if tensor["worst"] is not None:
                 kind = f"{tensor['engine']} {tensor['kind']}"
-                worst[kind] = max(worst.get(kind, 0.0), float(tensor["worst"]["error"]))
+                worst[kind] = max(worst.get(kind, 0.0), number(tensor["worst"]["error"]))
         return {name: report[name] for name in ("passed", "first_fault")} | {"worst": worst}
 
     def chains(self, bundle: Path) -> Any:
@@ -213,7 +218,7 @@ class Series(Steps):
         only: tuple[str, ...] = ("trunk", "encoder", "draft", "draft_step"),
     ) -> tuple[CudaMemory, dict[str, TrtSession], dict[str, Any]]:
         """Engines of these shapes with random weights made on the device."""
-        folder = self.out / name
+        folder = self.out / name / self.pins
         folder.mkdir(parents=True, exist_ok=True)
         specs = engine_specs(*configs, options)
         models = build_graphs(*configs, qwen_9b.weights(*configs), options)
@@ -243,6 +248,7 @@ class Series(Steps):
             session.engine.bound = {t.name: made[t] for t in session.engine.weights}  # type: ignore[misc]
         for engine, report in built.items():
             report |= layer_report(folder / f"{engine}.layers.json")
+        self.inspected = folder / "trunk.layers.json"
         return memory, sessions, built
 
     def nine(self, layers: int, dtype: str = "fp16") -> Any:
@@ -250,14 +256,11 @@ class Series(Steps):
         configs = qwen_9b.configs(layers)
         options = Options(5, 4096, dtype)
         memory, sessions, built = self.engines_of(f"nine-{layers}", configs, options)
-        found: dict[str, Any] = {"built": built}
         trunk = sessions["trunk"]
         moved = weight_bytes(trunk.engine.weights)
-        found["weight_bytes"] = moved
-        found["state_bytes"] = state_bytes(trunk.spec, POSITION)
-        found["scratch_bytes"] = {n: s.engine.scratch_bytes for n, s in sessions.items()}
-        for k in (0, 4):
-            stand = Stand(sessions, options.capacity, k, POSITION)
+        stands = {k: Stand(sessions, options.capacity, k, POSITION) for k in (0, 4)}
+        found: dict[str, Any] = {}
+        for k, stand in stands.items():
             parts = {name: stand.part(name, 40).to_json() for name in stand.parts}
             parts["round"] = stand.whole(40).to_json()
             parts["host_ms"] = stand.host(40)
@@ -265,7 +268,35 @@ class Series(Steps):
         step = found["k0"]["plain"]["median_ms"]
         found["TBps_of_weights"] = moved / step * 1e3 / 1e12
         found["free_bytes"] = memory.free_bytes()
+        found["pieces"] = self.piece_times(stands[0].parts["plain"])
+        found["weight_bytes"] = moved
+        found["state_bytes"] = state_bytes(trunk.spec, POSITION)
+        found["scratch_bytes"] = {n: s.engine.scratch_bytes for n, s in sessions.items()}
+        found["built"] = built
         return found
+
+    def piece_times(self, binding: Any) -> Any:
+        """The runs of each distinct piece one behind the other, as a graph, by the clock."""
+        assert isinstance(binding, TrtBinding)
+        engine, memory = binding._engine, binding._memory
+        sizes = {t.name: t for t in engine.weights}
+        about = pieces_of(self.inspected)
+        rows = []
+        for plan in range(len(engine.plans)):
+            replay = Replay(memory)
+
+            def work(replay: Replay = replay, plan: int = plan) -> None:
+                replay.run(None, lambda: binding.run_plan(plan))
+
+            work()
+            steps = [step for step in engine.steps if step.plan == plan]
+            read = [sizes[n] for step in steps for n in step.names.values() if n in sizes]
+            total = clock(memory, work, 20).median * 1e3
+            row = {"us": round(total, 1), "runs": len(steps), "us_a_run": total / len(steps)}
+            if weights := weight_bytes(read):
+                row["TBps_of_weights"] = weights / total * 1e6 / 1e12
+            rows.append(row | about[plan] if plan < len(about) else row)
+        return {"sum_us": sum(row["us"] for row in rows), "each": rows}
 
     def delta(self) -> Any:
         """Four linear layers around a tiny hidden size: what is not a projection, per layer."""
@@ -304,13 +335,15 @@ class Series(Steps):
         session = sessions["trunk"]
         tensors = buffers(session, in_place=True)
         fill_states([(p, [tensors[p.input]]) for p in session.spec.states])
-        timed = clock(memory, session.bind(tensors).run, 60)
+        binding = session.bind(tensors)
+        timed = clock(memory, binding.run, 60)
         moved = weight_bytes(session.engine.weights)
         return {
-            "built": built,
             "layer_us": timed.median / layers * 1e3,
             "step": timed.to_json(),
             "TBps_of_weights": moved / timed.median * 1e3 / 1e12,
+            "pieces": self.piece_times(binding),
+            "built": built,
         }
 
     def device(self) -> Any:
@@ -321,10 +354,39 @@ class Series(Steps):
         return {**info, "tensorrt": flavour.version, "copy_TBps": copy_bandwidth(memory) / 1e12}
 
 
+def number(value: Any) -> float:
+    """A distance of a report, in which one that is not finite is a word."""
+    return float("inf") if value == "infinite" else float(value)
+
+
 def layer_report(path: Path) -> dict[str, Any]:
-    """How many layers a plan has, by the dtypes of what they write."""
+    """How many layers a plan has, by the dtypes of what they write; of a file of pieces, each."""
     kinds = layer_dtypes(path)
-    return {"plan_layers": sum(kinds.values()), "writes": kinds}
+    found: dict[str, Any] = {"plan_layers": sum(kinds.values()), "writes": kinds}
+    if pieces := pieces_of(path):
+        found["pieces"] = pieces
+    return found
+
+
+def pieces_of(path: Path) -> list[dict[str, Any]]:
+    """The distinct pieces of an engine: what they are, and which kernels TensorRT took."""
+    data = json.loads(path.read_text(encoding="utf-8"), strict=False)
+    rows = []
+    for piece in data.get("Pieces", []):
+        layers = [layer for layer in piece["Layers"] if isinstance(layer, dict)]
+        tactics = sorted({str(layer.get("TacticName"))[:70] for layer in layers} - {"None", ""})
+        kinds = sorted({str(layer.get("LayerType")) for layer in layers})
+        rows.append(
+            {
+                "piece": piece["piece"][:80],
+                "built_s": round(piece["seconds"], 2),
+                "scratch": piece["scratch_bytes"],
+                "kernels": piece["plan_layers"],
+                "kinds": kinds,
+                "tactics": tactics,
+            }
+        )
+    return rows
 
 
 def buffers(session: Any, *, in_place: bool) -> dict[str, Buffer]:
@@ -374,29 +436,32 @@ def main() -> int:
     parser.add_argument("--level", type=int)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--only", default="")
-    parser.add_argument("--pins", choices=PINS, default="fp32")
-    parser.add_argument("--cublas", action="store_true")
+    parser.add_argument("--pins", choices=PINS, nargs="+", default=["sums"])
+    parser.add_argument("--contexts", action="store_true")
     arguments = parser.parse_args()
-    variant = (arguments.pins, "cublas" if arguments.cublas else "own")
-    worker.module_command = lambda _, *words: [sys.executable, VARIANT, *variant, *words]
+    trt.SHARED_CONTEXTS = not arguments.contexts
     arguments.out.mkdir(parents=True, exist_ok=True)
     series = s = Series(arguments)
+    worker.module_command = lambda _, *words: [sys.executable, VARIANT, series.pins, *words]
     stages: list[Stage] = [("device", s.device, 5)]
     for word in arguments.bundle:
         name, _, paths = word.partition("=")
         bundle, recording = (Path(p).resolve() for p in paths.split(","))
         stages += [
-            (f"{name}-build", lambda b=bundle: s.built(b), 60),
+            (f"{name}-build", lambda b=bundle: s.built(b), 30),
             (f"{name}-parity", lambda b=bundle, r=recording: s.parity(b, r), 15),
             (f"{name}-chains", lambda b=bundle: s.chains(b), 20),
             (f"{name}-aliasing", lambda b=bundle: s.aliasing(b), 10),
             (f"{name}-soak", lambda b=bundle: s.soak(b), 20),
             (f"{name}-baked", lambda b=bundle: s.baked(b), 120),
         ]
-    stages += [("delta", s.delta, 90), ("mlp", s.mlp, 60)]
-    stages += [(f"nine-{n}", lambda n=n: s.nine(n), 100) for n in arguments.layers]
-    for name, work, needs in chosen(parser, arguments.only, stages):
-        series.stage(name, work, needs)
+    stages += [("delta", s.delta, 20), ("mlp", s.mlp, 20)]
+    stages += [(f"nine-{n}", lambda n=n: s.nine(n), 40) for n in arguments.layers]
+    wanted = chosen(parser, arguments.only, stages)
+    for series.pins in arguments.pins:
+        for name, work, needs in wanted:
+            variant = "" if series.pins == "sums" else f"@{series.pins}"
+            series.stage(f"{name}{variant}", work, needs)
     return series.close()
 
 

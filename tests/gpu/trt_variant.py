@@ -1,42 +1,54 @@
-"""TensorRT 8.6's compiler process with other pins or tactics, to find what a step is slow with.
+"""TensorRT 8.6's compiler process with other precisions in half pieces, to see what they cost.
 
-    python tests/gpu/trt_series.py OUT ... --pins products --cublas
+    python tests/gpu/trt_series.py OUT ... --pins sums none
 
-starts this in the place of `eagle_chain.engines.compiler`. `--pins` says which outputs of layers
-get the dtype that the graph has: the fp32 ones (as `build` does), those of products too, or all.
-`--cublas` allows the tactics that need cuBLAS 12; `cublas_shim.sh` makes one of a cuBLAS 13.
+starts this in the place of `eagle_chain.engines.compiler`. What the builder is told:
+
+    sums      matrix products read fp16 and leave fp32, as `build` does
+    outputs   matrix products leave fp32; what they compute in is not said
+    none      nothing: fp16 may be used, and fp32
+    all       as sums, and every other layer leaves fp16
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from eagle_chain.engines import compiler, precision
-from eagle_chain.engines.precision import pin_fp32, pin_outputs
+from eagle_chain.engines.precision import pin_products, products
 
 
-def pin_also(*kinds: str) -> Callable[[Any, Any, dict[str, str]], int]:
-    """`pin_fp32`, then fp16 outputs of layers of these kinds to fp16; no kinds are all kinds."""
-
-    def pin(trt: Any, network: Any, dtypes: dict[str, str]) -> int:
-        wanted = [getattr(trt.LayerType, kind) for kind in kinds] or None
-        half = pin_outputs(trt, network, dtypes, "fp16", trt.DataType.HALF, wanted)
-        return pin_fp32(trt, network, dtypes) + half
-
-    return pin
+def pin_outputs(trt: Any, network: Any) -> int:
+    """What matrix products leave is fp32."""
+    found = list(products(trt, network))
+    for layer in found:
+        layer.set_output_type(0, trt.DataType.FLOAT)
+    return len(found)
 
 
-PINS = {"fp32": pin_fp32, "products": pin_also("MATRIX_MULTIPLY"), "all": pin_also()}
-CUBLAS = ("CUBLAS", "CUBLAS_LT")
+def pin_nothing(trt: Any, network: Any) -> int:
+    """Leave all to the builder."""
+    return 0
 
 
-def main(pins: str, tactics: str, request: str, descriptor: str) -> int:
+def pin_all(trt: Any, network: Any) -> int:
+    """As `pin_products`, and fp16 for what other layers leave inside the piece."""
+    own = ("SHAPE", "CONSTANT", "CAST", "MATRIX_MULTIPLY")
+    for layer in (network.get_layer(i) for i in range(network.num_layers)):
+        for i in range(layer.num_outputs if layer.type.name not in own else 0):
+            tensor = layer.get_output(i)
+            if tensor.dtype.name in ("FLOAT", "HALF") and not tensor.is_network_output:
+                layer.set_output_type(i, trt.DataType.HALF)
+    return pin_products(trt, network)
+
+
+PINS = {"sums": pin_products, "outputs": pin_outputs, "none": pin_nothing, "all": pin_all}
+
+
+def main(pins: str, request: str, descriptor: str) -> int:
     """Serve one request with this variant."""
-    precision.pin_fp32 = PINS[pins]
-    if tactics == "cublas":
-        compiler.TACTICS_8 = (*compiler.TACTICS_8, *CUBLAS)
+    precision.pin_products = PINS[pins]
     return compiler.main(request, descriptor)
 
 

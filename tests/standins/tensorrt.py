@@ -115,9 +115,7 @@ class Tensor:
 
 
 class LayerType(enum.Enum):
-    CAST = 0
-    CONSTANT = 1
-    SHAPE = 2
+    MATRIX_MULTIPLY = 5
     OTHER = 3
 
 
@@ -130,10 +128,11 @@ class Layer:
     """A node as a layer; what is pinned on it is kept for the plan."""
 
     def __init__(self, node):
-        self.type = LayerType.CAST if node.op_type == "Cast" else LayerType.OTHER
+        product = node.op_type in ("Gemm", "MatMul")
+        self.type = LayerType.MATRIX_MULTIPLY if product else LayerType.OTHER
         self.read, self.written = [Name(n) for n in node.input], [Name(n) for n in node.output]
         self.num_inputs, self.num_outputs = len(self.read), len(self.written)
-        self.types = {}
+        self.types, self.precision = {}, None
 
     def get_input(self, i):
         return self.read[i]
@@ -185,7 +184,12 @@ class OnnxParser:
         return self.errors[i]
 
     def parse_from_file(self, path):
-        model = onnx.load(path, load_external_data=False)
+        return self.read(onnx.load(path, load_external_data=False), path)
+
+    def parse(self, content, path=None):
+        return self.read(onnx.load_from_string(content), path)
+
+    def read(self, model, path):
         for i, node in enumerate(model.graph.node):
             if node.op_type == "NoSuchOperator":
                 self.errors.append(ParserError("no importer", i))
@@ -276,7 +280,11 @@ class Builder:
             "pools": len(config.pools),
             "fp16": BuilderFlag.FP16 in config.flags,
             "obey": BuilderFlag.OBEY_PRECISION_CONSTRAINTS in config.flags,
-            "pinned": sorted({str(t) for layer in network.layers for t in layer.types.values()}),
+            "pinned": [
+                [layer.precision.name, layer.types[0].name]
+                for layer in network.layers
+                if layer.types
+            ],
         }
         return HEADER + json.dumps(settings).encode() + b"\n" + network.model.SerializeToString()
 
@@ -377,22 +385,23 @@ class Context:
 
     def execute_async_v3(self, stream):
         assert self.memory and self.addresses.keys() == self.engine.tensors.keys()
-        cuda.queue(stream, self.work)
+        addresses = dict(self.addresses)  # a graph keeps those of when it was captured
+        cuda.queue(stream, lambda: self.work(addresses))
         return True
 
-    def work(self):
+    def work(self, addresses):
         engine = self.engine
         self.runs += 1
-        feeds = {name: self.array(name).copy() for name in engine.inputs}
+        feeds = {name: self.array(name, addresses).copy() for name in engine.inputs}
         values = engine.session.run(list(engine.outputs), feeds)
         for name, value in zip(engine.outputs, values, strict=True):
-            self.array(name)[...] = value
+            self.array(name, addresses)[...] = value
 
-    def array(self, name):
+    def array(self, name, addresses):
         tensor = self.engine.tensors[name]
         dtype = np.dtype(_NUMPY[tensor.dtype])
         size = int(np.prod(tensor.shape)) * dtype.itemsize
-        block = (ctypes.c_uint8 * size).from_address(self.addresses[name])
+        block = (ctypes.c_uint8 * size).from_address(addresses[name])
         return np.frombuffer(block, dtype).reshape(tensor.shape)
 
 
