@@ -110,6 +110,8 @@ def _run(words: list[str]) -> int:
         print(json.dumps(outcome.report, allow_nan=False))
     if outcome.interrupted:
         return _fail("interrupted", INTERRUPTED, as_json=False)
+    if outcome.problem:
+        return _fail(outcome.problem, 2, as_json=False)
     return 0 if outcome.passed else 1
 
 

@@ -10,9 +10,11 @@ from typing import Any
 class Outcome:
     """The report is the object that `--json` prints; `passed` is False when a check failed.
 
-    `interrupted`: by Ctrl-C, and the report tells how far it came.
+    `interrupted`: by Ctrl-C, and the report tells how far it came. `problem`: what failed when the
+    report was done, a sentence.
     """
 
     report: dict[str, Any]
     passed: bool = True
     interrupted: bool = False
+    problem: str | None = None

@@ -22,7 +22,7 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES, engine_calls
 from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines, runnable
 from eagle_chain.runtime.measure import Clock, copy_bandwidth, state_bytes
-from eagle_chain.runtime.plots import PLOT_HELP, check_plot
+from eagle_chain.runtime.plots import PLOT_HELP, check_plot, drawn
 from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.stats import Stats
@@ -129,10 +129,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if arguments.text:
         report["measured"] = accepted(arguments, report["k"], prompts)
     print(table(report))
-    if arguments.plot:
-        plot(report, arguments.plot)
-        print(f"wrote {arguments.plot}")
-    return Outcome(report)
+    return Outcome(report, problem=drawn(plot, report, arguments.plot))
 
 
 def _count(arguments: argparse.Namespace) -> int:

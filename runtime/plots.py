@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def check_plot(path: Path) -> None:
             f"{path}: the plot cannot be written: its name ends in {path.suffix!r}, expected one "
             f"of {', '.join(endings)}"
         )
+
+
+def drawn(plot: Callable[[Any, Path], None], report: Any, path: Path | None) -> str | None:
+    """Draw a report, if into a file; what went wrong, as that costs no more than the picture."""
+    if path is None:
+        return None
+    try:
+        plot(report, path)
+    except InputError as error:
+        return str(error)
+    print(f"wrote {path}")
+    return None
 
 
 def save(figure: Any, path: Path) -> None:

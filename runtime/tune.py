@@ -30,7 +30,7 @@ from eagle_chain.runtime.load import (
     runnable,
 )
 from eagle_chain.runtime.payoff import capacity_for, confirm, fastest, part_times, speeds
-from eagle_chain.runtime.plots import PLOT_HELP, check_plot
+from eagle_chain.runtime.plots import PLOT_HELP, check_plot, drawn
 from eagle_chain.runtime.prompts import (
     TextFile,
     add_prompt_arguments,
@@ -94,10 +94,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         report = _report(arguments, manifest, now, best, judged, engines)
     report = {"text_sha256": text.sha256, **report}
     print(tables(report))
-    if arguments.plot is not None:
-        plot(report, arguments.plot)
-        print(f"wrote {arguments.plot}")
-    return Outcome(report, passed=report["confirmed"]["exact"])
+    problem = drawn(plot, report, arguments.plot)
+    return Outcome(report, passed=report["confirmed"]["exact"], problem=problem)
 
 
 def _different_prompts(arguments: argparse.Namespace, text: TextFile) -> list[list[int]]:

@@ -225,6 +225,21 @@ def test_the_plot_is_a_picture(bundle: Path, tmp_path: Path) -> None:
     assert main(["bench", str(bundle), "--runs", "1", "--plot", str(tmp_path / "no/p.png")]) == 2
 
 
+def test_a_plot_that_fails_costs_no_numbers(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = tmp_path / "full.png"
+    full.symlink_to("/dev/full")
+    capsys.readouterr()
+    words = ["--runs", "1", "--threads", "1", "--plot", str(full), "--json"]
+    assert main(["bench", str(bundle), *words]) == 2
+    output = capsys.readouterr()
+    assert json.loads(output.out)["break_even"] > 0
+    assert "break-even at" in output.err
+    last = output.err.splitlines()[-1]
+    assert last.startswith(f"eagle-chain: {full}: the plot cannot be written: ") and "space" in last
+
+
 def test_states_that_give_no_numbers_are_timed_as_zeros() -> None:
     """A chain stops at such logits; random bits of a quantised KV can give them."""
     toy = Toy(1)

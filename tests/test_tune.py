@@ -502,6 +502,24 @@ def test_tokens_that_differ_fail(
 
 
 @pytest.mark.usefixtures("recorded")
+def test_a_plot_that_fails_costs_no_numbers(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = tmp_path / "full.png"
+    full.symlink_to("/dev/full")
+    monkeypatch.setattr(tune, "search", lambda start, *_: start)
+    capsys.readouterr()
+    assert run(folder / "bundle", "--plot", str(full), "--json") == 2
+    output = capsys.readouterr()
+    assert json.loads(output.out)["confirmed"]["exact"]
+    last = output.err.splitlines()[-1]
+    assert last.startswith(f"eagle-chain: {full}: the plot cannot be written: ") and "space" in last
+
+
+@pytest.mark.usefixtures("recorded")
 def test_scratch_kv_is_found(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
