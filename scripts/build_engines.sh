@@ -20,8 +20,20 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
   shift
 done
 
-"$python" -m eagle_chain.export "$trunk" "$draft" -o "$bundle" "${export[@]}"
+# Bash takes no signal before the command that it runs has ended, but `wait` lets it. Ctrl-C reaches
+# the command as well, which then cleans up; so does SIGTERM, once it is passed on.
+step() {
+  (trap - INT; exec "$python" -m "$@") &
+  child=$!
+  wait "$child"
+}
+ended() { wait "$child" || exit $?; exit "$1"; }
+child=
+trap 'ended 130' INT
+trap 'kill $child 2> /dev/null || true; ended 143' TERM
+
+step eagle_chain.export "$trunk" "$draft" -o "$bundle" "${export[@]}"
 if [ $# -gt 0 ]; then
-  "$python" -m eagle_chain.engines build "$bundle" "${@:2}"
+  step eagle_chain.engines build "$bundle" "${@:2}"
 fi
-"$python" -m eagle_chain.engines inspect "$bundle"
+step eagle_chain.engines inspect "$bundle"

@@ -6,6 +6,7 @@ import email
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -211,3 +212,40 @@ def test_build_engines_makes_a_bundle(tmp_path: Path) -> None:
     assert "wrote" in child.stdout
     assert "plans    none" in child.stdout
     assert Manifest.load(tmp_path / "bundle").options.capacity == 64
+
+
+STOPPED = f"""#!{sys.executable}
+import signal, sys, time
+def stop(number, frame):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, stop)
+try:
+    print("begun", sys.argv[2], flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.2)
+    print("cleaned up", flush=True)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_build_engines_passes_signals_on(clone: Path, name: str) -> None:
+    """SIGTERM to the script alone, Ctrl-C to all that run in the terminal."""
+    python = clone / ".venv/bin/python"
+    python.write_text(STOPPED)
+    child = subprocess.Popen(
+        ["bash", "scripts/build_engines.sh", "trunk", "draft", "bundle"],
+        cwd=clone,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored in the background
+    )
+    assert child.stdout is not None
+    begun = child.stdout.readline()
+    (os.kill if name == "SIGTERM" else os.killpg)(child.pid, getattr(signal, name))
+    rest, _ = child.communicate(timeout=20)
+    assert (begun, rest, child.returncode) == ("begun eagle_chain.export\n", "cleaned up\n", 7)
