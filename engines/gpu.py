@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.extras import install
 
 
 class NoDevice(InputError):
@@ -27,10 +28,10 @@ def cuda_runtime() -> Any:
     """The module `cuda.bindings.runtime`; importing it touches no device."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
+    except ImportError as error:
         raise NoDevice(
-            "a GPU needs the Python package cuda-python: pip install 'cuda-python>=12.6.1,<14' "
-            "(13 for CUDA 13, 12 for CUDA 12)"
+            f"a GPU needs the Python package cuda-python ({error}): {install('gpu')}, or for "
+            "TensorRT tensorrt or tensorrt-rtx in its place"
         ) from None
 
 

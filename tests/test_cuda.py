@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,6 +232,14 @@ def test_no_device_is_one_sentence(cuda: Any) -> None:
     cuda.DEVICE.without, cuda.DEVICE.count = cuda.cudaError_t.cudaErrorNoDevice, 1
     with pytest.raises(InputError, match="no CUDA device 3: this machine has 1"):
         CudaMemory(3)
+
+
+def test_without_cuda_python_the_extras_are_named(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    with pytest.raises(InputError, match=r"needs the Python package cuda-python \(.*'\.\[gpu\]'"):
+        CudaMemory()
 
 
 def test_a_failing_call_is_named(cuda: Any, memory: CudaMemory) -> None:
