@@ -117,6 +117,11 @@ class Options:
         prefill = self.prefill if self.prefill <= capacity + self.width else 0
         return replace(self, capacity=capacity, smaller=(), prefill=prefill)
 
+    def capacity_at(self, position: int) -> int:
+        """Whose engines compute a call from `position` on: the smallest with W rows of room."""
+        fits = (size for size in self.smaller if position + self.width <= size)
+        return next(fits, self.capacity)
+
     def engine(self, name: str, capacity: int) -> str:
         """What the engine `name` is called that is made for a capacity: "trunk", "trunk-2048"."""
         return name if capacity == self.capacity else f"{name}-{capacity}"

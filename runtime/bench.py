@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--position",
         metavar="N,...",
         type=whole_numbers,
-        help="where the sequence stands (1000, or half the capacity if less); several: see --width",
+        help="where the sequence stands, which is timed at the capacity that a chain has there "
+        "(1000, or half the capacity if less); several: see --width",
     )
     parser.add_argument("--runs", type=int, default=50, help="timed runs of each part (50)")
     parser.add_argument(
@@ -196,11 +197,14 @@ def measure(
 ) -> dict[str, Any]:
     """Every number of the report; `alone` is a trunk for one row, the best plain decoding."""
     options, memory = engines.options, engines.memory
+    capacities = options.capacities
     most = options.width - 1 if engines.drafter else 0
     k = most if arguments.k is None else arguments.k
     if position is None:
         position = min(1000, options.capacity // 2)
     _check(k, most, position, options, arguments.tokens_per_round)
+    engines = engines.at(position)
+    options = engines.options
     bandwidth = copy_bandwidth(memory) if isinstance(memory, CudaMemory) else None
     times = _timed(engines, alone, k, position, runs=arguments.runs, sweep=arguments.sweep)
     parts = {
@@ -214,6 +218,7 @@ def measure(
         "options": {
             "width": options.width,
             "capacity": options.capacity,
+            "capacities": capacities,
             "dtype": options.dtype,
             "kv": options.kv_type,
         },

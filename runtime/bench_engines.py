@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle_chain.engines.bound import read_bound
@@ -26,7 +26,7 @@ from eagle_chain.engines.strict_json import decode
 from eagle_chain.runtime.buffers import Buffer, Memory
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
-from eagle_chain.runtime.load import Backend, open_engines
+from eagle_chain.runtime.load import Backend, of_capacity, open_engines
 from eagle_chain.runtime.measure import LOOKED_UP, random_tensors, weight_bytes
 from eagle_chain.runtime.ort_cuda import OrtCudaSession, replayed
 from eagle_chain.runtime.session import Session
@@ -51,6 +51,12 @@ class Engines:
     def memory(self) -> Memory:
         """Where they run."""
         return self.sessions["trunk"].memory
+
+    def at(self, position: int) -> Engines:
+        """Those that a chain runs at a position: of the smallest capacity that holds a call."""
+        capacity = self.options.capacity_at(position)
+        sessions = of_capacity(self.sessions, self.options, capacity)
+        return replace(self, sessions=sessions, options=self.options.at(capacity))
 
 
 def of_bundle(

@@ -14,10 +14,12 @@ from eagle_chain.runtime.plots import pyplot, save
 def table(report: Mapping[str, Any]) -> str:
     """The report as text."""
     options = report["options"]
+    sizes = options["capacities"]
+    others = f", the smallest that holds it of {', '.join(map(str, sizes))}" if sizes[1:] else ""
     drafter = f", drafter {report['drafter']}" if report["drafter"] else ""
     lines = [
         f"{report['engines']}, {report['device']}, {options['dtype']}, KV {options['kv']}{drafter}",
-        f"W = {options['width']}, position {report['position']} of {options['capacity']}",
+        f"W = {options['width']}, position {report['position']} of {options['capacity']}{others}",
         "",
         f"{'part':16} {'median':>10} {'p10':>9} {'p90':>9} {'weights':>9} {'states':>9} "
         f"{'floor':>9} {'over':>6}",

@@ -16,6 +16,7 @@ from eagle_chain.engines.flavours import FLAVOURS, load_flavour
 from eagle_chain.engines.gpu import NoDevice, device_info
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.plans import find_plans, machine
+from eagle_chain.engines.spec import Options
 from eagle_chain.engines.stop_ids import stop_token_ids
 from eagle_chain.runtime import ort_cuda, trt
 from eagle_chain.runtime.buffers import HostMemory, Memory
@@ -131,13 +132,7 @@ class Engines:
 
     def of_capacity(self, capacity: int) -> dict[str, Session]:
         """The sessions of one capacity by their plain names, with those that serve any."""
-        options = self.manifest.options
-        named = ((*options.of_engine(name), s) for name, s in self.sessions.items())
-        return {
-            plain: session
-            for plain, made, session in named
-            if made.capacity == capacity or not session.spec.states
-        }
+        return of_capacity(self.sessions, self.manifest.options, capacity)
 
     def _drafter(
         self,
@@ -150,6 +145,18 @@ class Engines:
         if name in DRAFT_ENGINES:
             return engine_drafter(name, sessions, cache, draft_kv)
         return NgramDrafter(cache) if name == "ngram" else NoDrafter()
+
+
+def of_capacity(
+    sessions: Mapping[str, Session], options: Options, capacity: int
+) -> dict[str, Session]:
+    """Sessions of one capacity by their plain names, with those that serve any."""
+    named = ((*options.of_engine(name), session) for name, session in sessions.items())
+    return {
+        plain: session
+        for plain, made, session in named
+        if made.capacity == capacity or not session.spec.states
+    }
 
 
 def engine_drafter(

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,12 @@ from eagle_chain.runtime import bench
 from eagle_chain.runtime.bench_engines import head_of
 from eagle_chain.runtime.buffers import HostMemory
 from eagle_chain.runtime.drafters import engine_calls
+from eagle_chain.runtime.load import open_engines
 from eagle_chain.runtime.measure import Clock, random_tensors, state_bytes, weight_bytes
 from eagle_chain.runtime.stand import Stand
 from tests import qwen_9b
 from tests.toy import Toy
-from tests.toy_pair import draft_parts, save, trunk_parts, write_pair, write_tokenizer
+from tests.toy_pair import draft_parts, exported, save, trunk_parts, write_pair, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +218,41 @@ def test_several_positions_are_compared(
     assert "    width  capacity  position" in output.err
     counts = re.findall(r"(\d+) of (\d+), \d+ s$", output.err, re.MULTILINE)
     assert counts == [("0", "2"), ("1", "2")]
+
+
+def test_a_position_is_timed_where_a_chain_would_run(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = (bundle.parent / name for name in ("trunk", "draft"))
+    several = exported(pair, tmp_path / "several", "--capacity", "24,48")
+    stood = list[tuple[int, int, int]]()
+
+    class Seen(Stand):
+        def __init__(self, sessions: Any, capacity: int, k: int, position: int, *rest: Any) -> None:
+            key = next(s for s in sessions["trunk"].spec.states if s.rows_axis is not None)
+            stood.append((position, capacity, key.shape[2] - 5))
+            super().__init__(sessions, capacity, k, position, *rest)
+
+    monkeypatch.setattr(bench, "Stand", Seen)
+    capsys.readouterr()
+    words = ["--position", "19,20,40", "--runs", "1", "--threads", "1", "--json"]
+    assert main(["bench", str(several), *words]) == 0
+    output = capsys.readouterr()
+    wanted = [(19, 24), (20, 48), (40, 48)]  # a call writes 5 rows
+    assert set(stood) == {(position, size, size) for position, size in wanted}
+    found = json.loads(output.out)
+    assert [(row["position"], row["capacity"]) for row in found["sweep"]] == wanted
+    assert found["options"]["capacities"] == [24, 48]
+    assert "W = 5, position 19 of 24, the smallest that holds it of 24, 48\n" in output.err
+    chain = open_engines(several, threads=1).chain(drafter="none")
+    for position, size in wanted:  # the second new token is that of a call which stands there
+        chain.generate(range(position), max_new_tokens=2, stop_ids=())
+        assert chain.cache.capacity == size
+    assert main(["bench", str(several), "--position", "44"]) == 2
+    assert "expected 1 to 43, the capacity of 48" in capsys.readouterr().err
 
 
 def test_the_plot_is_a_picture(bundle: Path, tmp_path: Path) -> None:
