@@ -124,12 +124,13 @@ class Compiler:
             self.send({"phase": "pieces", "done": number, "total": len(parts.forms)})
             start = time.monotonic()
             title = f"{job.name}, piece {number} of {len(parts.forms)} ({form.title})"
-            built = self._built(job, title, form.inputs, form.outputs, form)
+            pins, built, loaded = self._piece(job, title, form)
             plans.append(built.plan)
-            back.append(self._read_back(title, built.plan, form.inputs, form.outputs))
+            back.append(loaded)
             reports.append(
                 {
                     "piece": form.title,
+                    "pins": pins,
                     "layers": built.layers,
                     "plan_layers": back[-1].layers,
                     "scratch_bytes": back[-1].scratch,
@@ -155,6 +156,34 @@ class Compiler:
             "plans": len(plans),
         }
 
+    def _piece(self, job: Job, title: str, form: Form) -> tuple[str, _Built, _Back]:
+        """Build a piece with the strictest pins that leave its weights as they are.
+
+        Which these are is told in the log if they are not the first.
+        """
+        from eagle_chain.engines.precision import PINS, best, converts
+
+        found: dict[str, tuple[_Built, _Back]] = {}
+        failure: InputError | None = None
+        for pins in PINS if form.half_products else [""]:
+            try:
+                built = self._built(job, title, form.inputs, form.outputs, form, pins)
+                back = self._read_back(title, built.plan, form.inputs, form.outputs)
+            except _UnbuildableError as error:
+                failure = failure or error
+                continue
+            found[pins] = built, back
+            if not converts(back.scratch, form.inputs):
+                break
+        if not found:
+            assert failure is not None, "a piece is built at least once"
+            raise failure
+        chosen = best({pins: back.scratch for pins, (_, back) in found.items()})
+        if len(found) > 1 or failure:
+            sizes = ", ".join(f"{pins} {back.scratch:,}" for pins, (_, back) in found.items())
+            self.send({"log": f"{title}: built with pins {chosen!r}; bytes of scratch: {sizes}"})
+        return chosen, *found[chosen]
+
     def _built(
         self,
         job: Job,
@@ -162,16 +191,17 @@ class Compiler:
         inputs: tuple[TensorSpec, ...],
         outputs: tuple[TensorSpec, ...],
         form: Form | None = None,
+        pins: str = "",
     ) -> _Built:
         """Compile a graph, or a piece of it."""
         network, parser = self._network(job, title, form)
         found = _network_io(self.flavour.trt, network)
         check_io(title, inputs, outputs, found, "the parsed network")
-        config = self._config(network, form)
+        config = self._config(network, form, pins)
         self.log.errors.clear()
         serialized = self.builder.build_serialized_network(network, config)
         if serialized is None:
-            raise InputError(f"{title}: TensorRT cannot build it: {self.log.last_errors()}")
+            raise _UnbuildableError(f"{title}: TensorRT cannot build it: {self.log.last_errors()}")
         self._save_timing_cache(config)
         del parser
         return _Built(memoryview(serialized), network.num_layers)
@@ -204,7 +234,7 @@ class Compiler:
             network.get_output(i).allowed_formats = linear
         return network, parser
 
-    def _config(self, network: Any, form: Form | None) -> Any:
+    def _config(self, network: Any, form: Form | None, pins: str) -> Any:
         trt, request, flavour = self.flavour.trt, self.request, self.flavour
         config = self.builder.create_builder_config()
         config.clear_flag(trt.BuilderFlag.TF32)  # the recurrence is fp32, and means it
@@ -224,22 +254,23 @@ class Compiler:
             config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
             self._load_timing_cache(config)
         if form is not None:
-            self._weakly_typed(config, network, form)
+            self._weakly_typed(config, network, form, pins)
         if hasattr(trt, "IProgressMonitor"):
             self._monitor = _monitor(trt, self.send)
             config.progress_monitor = self._monitor
         return config
 
-    def _weakly_typed(self, config: Any, network: Any, form: Form) -> None:
+    def _weakly_typed(self, config: Any, network: Any, form: Form, pins: str) -> None:
         """Let 8.6 use fp16 in a half piece; a single piece has nothing else than fp32."""
-        from eagle_chain.engines.precision import pin_products
+        from eagle_chain.engines.precision import PINS
 
         trt = self.flavour.trt
         config.set_tactic_sources(sum(1 << int(getattr(trt.TacticSource, s)) for s in TACTICS_8))
         if form.type == HALF:
             config.set_flag(trt.BuilderFlag.FP16)
             config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-            pin_products(trt, network)
+        if pins:
+            PINS[pins](trt, network)
 
     def _load_timing_cache(self, config: Any) -> None:
         """Give a config the timings of this process, which begin as those of the file."""
@@ -290,6 +321,10 @@ class Compiler:
         inspector = engine.create_engine_inspector()
         text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
         return _Back(found, scratch_bytes(engine), engine.num_layers, text)
+
+
+class _UnbuildableError(InputError):
+    """TensorRT finds no plan for a network."""
 
 
 @dataclass(frozen=True)

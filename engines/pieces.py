@@ -38,11 +38,18 @@ class Form:
     @property
     def title(self) -> str:
         """Its type and its operators, the most frequent first."""
+        counts = self._operators().most_common()
+        return f"{self.type}: {', '.join(f'{count} {kind}' for kind, count in counts)}"
+
+    @property
+    def half_products(self) -> bool:
+        """Whether it multiplies matrices of fp16."""
+        return self.type == HALF and bool(self._operators().keys() & set(PRODUCTS))
+
+    def _operators(self) -> Counter[str]:
         import onnx
 
-        nodes = onnx.load_from_string(self.model).graph.node
-        counts = Counter(node.op_type for node in nodes).most_common()
-        return f"{self.type}: {', '.join(f'{count} {kind}' for kind, count in counts)}"
+        return Counter(node.op_type for node in onnx.load_from_string(self.model).graph.node)
 
 
 @dataclass(frozen=True)

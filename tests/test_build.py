@@ -596,6 +596,35 @@ def test_8_6_builds_pieces_of_one_type(
     assert f"{counts[1]} distinct pieces, {counts[0]} runs a call" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("environment", "pins", "words"),
+    [
+        ({"STANDIN_BUILD": "no precision"}, ["", "FLOAT"], "built with pins 'outputs'"),
+        (
+            {"STANDIN_CONVERTS": "1"},
+            [],
+            "built with pins 'none'; bytes of scratch: sums 16,777,216",
+        ),
+    ],
+)
+def test_8_6_takes_the_strictest_pins_that_leave_weights_alone(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    pins: list[str],
+    words: str,
+) -> None:
+    bundle = export(pair, tmp_path / "b", "--dtype", "fp16")
+    with standins(STANDIN_VERSION="8.6.1", **environment):
+        assert report(capsys, "build", str(bundle))["built"]
+    place = bundle / "plans/tensorrt-8.6.1-Stand-in-GPU"
+    _, plans = unpacked(memoryview((place / "trunk.plan").read_bytes()))
+    told = [pin for plan in plans for pin in settings(plan)["pinned"]]
+    assert all(pin == pins for pin in told) and bool(told) == bool(pins)
+    assert words in (place / "build.log").read_text()
+
+
 def test_a_piece_that_8_6_cannot_build_is_named(
     pair: tuple[Path, Path],
     tmp_path: Path,

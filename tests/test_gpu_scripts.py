@@ -18,10 +18,14 @@ from typing import Any
 
 import pytest
 
+from eagle_chain.engines.cli import main as command
 from eagle_chain.export import graph, shapes
-from tests.gpu import ort_series, prefill_series
+from tests import qwen_9b
+from tests.gpu import ort_series, prefill_series, trt_series
 from tests.ort_host import gpu_on_host
+from tests.standin import standins
 from tests.test_ort_cuda import MaskedTrunk
+from tests.toy_pair import exported, write_pair
 
 TINY = {
     **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64},
@@ -126,6 +130,43 @@ def test_ort_series(
     code, found = run(monkeypatch, ort_series, tmp_path / "results.json", *words)
     assert code == 1 and found["kernels-fused-bf16"].startswith("failed: ")
     assert found["library"]["name"] == library.name
+
+
+def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage on 8.6 over stand-ins for TensorRT and CUDA, the second one with other pins."""
+    pair = write_pair(tmp_path, layers=4, aux=[0, 1, 3], dtype="fp16", draft_sizes={"head_dim": 32})
+    options = ("--capacity", "64", "--aux-layers", "0,1,3", "--prefill", "0", "--debug", "logits")
+    bundle = exported(pair, tmp_path / "b", *options, "--no-mtp")
+    recording = tmp_path / "recording"
+    assert command(["record", str(bundle), "-o", str(recording), "--part"]) == 0
+    monkeypatch.setattr(qwen_9b, "configs", lambda layers: tiny())
+    monkeypatch.setattr(trt_series, "copy_bandwidth", lambda memory: 1e12)
+    monkeypatch.setattr(trt_series, "NEW_TOKENS", 8)
+    words = ["trt_series", str(tmp_path / "out"), "--bundle", f"toy={bundle},{recording}"]
+    words += ["--layers", "4", "--pins", "build", "none", "--contexts"]
+    names = ("build", "parity", "chains", "aliasing", "baked")
+    words += [
+        "--only",
+        ",".join(["device", "delta", "mlp", "nine-4", *(f"toy-{n}" for n in names)]),
+    ]
+    with standins(STANDIN_VERSION="8.6.0"):
+        monkeypatch.setattr(sys, "argv", words)
+        assert trt_series.main() == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["device"]["tensorrt"] == "8.6.0"
+    for variant in ("", "@none"):
+        assert found[f"toy-build{variant}"]["trunk.plan"]["pieces"][0]["kinds"]
+        assert found[f"toy-parity{variant}"]["passed"]
+        assert all(found[f"toy-chains{variant}"]["prompt0"].values())
+        assert not any(found[f"toy-aliasing{variant}"]["differ"].values())
+        for name in ("delta", "mlp", "nine-4"):
+            pieces = found[f"{name}{variant}"]["pieces"]["each"]
+            assert sum(row["runs"] for row in pieces) > len(pieces) > 5
+            pins = {(row["piece"][:4], row["pins"]) for row in pieces}
+            assert pins == {("fp16", "none" if variant else "sums"), ("fp16", ""), ("fp32", "")}
+        plan = tmp_path / "out" / "delta" / (variant[1:] or "build") / "trunk.plan"
+        assert trt_series.number("infinite") == float("inf")
+        assert (b'"pinned": [["HALF", "FLOAT"]' in plan.read_bytes()) == (not variant)
 
 
 @pytest.mark.parametrize("script", [prefill_series, ort_series])

@@ -191,8 +191,8 @@ def build_and_compare(out: Path, name: str) -> None:
     job = Job("trunk", str(graph), str(plan), (*spec.all_inputs, *weights), spec.all_outputs)
 
     class Told(Compiler):
-        def _config(self, network: Any, form: Any) -> Any:
-            config = super()._config(network, form)
+        def _config(self, network: Any, form: Any, pins: str) -> Any:
+            config = super()._config(network, form, pins)
             settings(flavour.trt, setting, config)
             return config
 

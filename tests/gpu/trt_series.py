@@ -1,12 +1,12 @@
 """TensorRT on a GPU: parity with a recording, the chain, the 9B's shapes by the clock.
 
     python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,RECORDING ... [--layers 32]
-        [--level 2] [--seconds 540] [--only STAGE,...] [--pins sums outputs none all] [--contexts]
+        [--level 2] [--seconds 540] [--only STAGE,...] [--pins build sums none ...] [--contexts]
 
 One process, stages in order of worth; each prints its result at once and adds it to
 OUT/results.json, and a stage that fails does not end the others. Needs TensorRT, cuda-python, onnx,
 onnx-ir, Polygraphy and rich; no PyTorch. RECORDING is what `eagle-chain record` wrote. `--pins`
-(of TensorRT 8.6, see `trt_variant.py`) runs all stages once for each; results of all but `sums`
+(of TensorRT 8.6, see `trt_variant.py`) runs all stages once for each; results of all but `build`
 have its name behind theirs. `--contexts` gives every run of a plan an execution context of its own.
 """
 
@@ -56,7 +56,7 @@ from eagle_chain.runtime.trt import TrtBinding, TrtEngine, TrtSession, open_sess
 from tests import qwen_9b
 from tests.gpu import trt_variant
 from tests.gpu.steps import Stage, Steps, chosen
-from tests.gpu.trt_variant import PINS
+from tests.gpu.trt_variant import VARIANTS
 
 POSITION = 1000
 VARIANT = trt_variant.__file__
@@ -71,7 +71,7 @@ class Series(Steps):
         super().__init__(arguments.out / "results.json", arguments.seconds)
         self.out: Path = arguments.out
         self.level: int | None = arguments.level
-        self.pins = "sums"
+        self.pins = "build"
         self.inspected = self.out / "none"  # the inspector's report on the last trunk
 
     # --- a bundle ----------------------------------------------------------------------------
@@ -296,6 +296,14 @@ class Series(Steps):
             if weights := weight_bytes(read):
                 row["TBps_of_weights"] = weights / total * 1e6 / 1e12
             rows.append(row | about[plan] if plan < len(about) else row)
+            rate = f"{row['TBps_of_weights']:.2f} TB/s" if weights else ""
+            last = rows[-1]
+            kinds = [k for k in last.get("kinds", []) if k not in ("Reformat", "NoOp", "Constant")]
+            self.say(
+                f"  {total:8.1f} us = {len(steps)} x {total / len(steps):.1f} us {rate:>10} "
+                f"{last.get('pins', ''):7} {last.get('piece', '')} | {last.get('kernels')} layers, "
+                f"scratch {last.get('scratch', 0) / 1e6:.1f} MB, {' '.join(kinds)}"
+            )
         return {"sum_us": sum(row["us"] for row in rows), "each": rows}
 
     def delta(self) -> Any:
@@ -379,6 +387,7 @@ def pieces_of(path: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "piece": piece["piece"][:80],
+                "pins": piece["pins"],
                 "built_s": round(piece["seconds"], 2),
                 "scratch": piece["scratch_bytes"],
                 "kernels": piece["plan_layers"],
@@ -436,7 +445,7 @@ def main() -> int:
     parser.add_argument("--level", type=int)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--only", default="")
-    parser.add_argument("--pins", choices=PINS, nargs="+", default=["sums"])
+    parser.add_argument("--pins", choices=VARIANTS, nargs="+", default=["build"])
     parser.add_argument("--contexts", action="store_true")
     arguments = parser.parse_args()
     trt.SHARED_CONTEXTS = not arguments.contexts
@@ -460,7 +469,7 @@ def main() -> int:
     wanted = chosen(parser, arguments.only, stages)
     for series.pins in arguments.pins:
         for name, work, needs in wanted:
-            variant = "" if series.pins == "sums" else f"@{series.pins}"
+            variant = "" if series.pins == "build" else f"@{series.pins}"
             series.stage(f"{name}{variant}", work, needs)
     return series.close()
 

@@ -2,7 +2,8 @@
 
 It has the classes and calls that the project uses, in the form of TensorRT 10, or of 8.6 if
 STANDIN_VERSION says so. Other environment variables make it fail where the real one may:
-STANDIN_BUILD "none" (the builder gives nothing), "abort" (it ends the process) or "hang";
+STANDIN_BUILD "none" (the builder gives nothing), "no precision" (nothing if a layer has one),
+"abort" (it ends the process) or "hang"; STANDIN_CONVERTS: pinned plans need much scratch;
 STANDIN_LOAD and STANDIN_CONTEXT "none".
 """
 # ruff: noqa: D101, D102
@@ -269,6 +270,8 @@ class Builder:
         if how == "none":
             self.log.log(ILogger.ERROR, "no implementation of node_X obeys")
             return None
+        if how == "no precision" and any(layer.precision for layer in network.layers):
+            return None
         if how == "abort":
             os.kill(os.getpid(), signal.SIGABRT)
         if how == "hang":
@@ -281,7 +284,7 @@ class Builder:
             "fp16": BuilderFlag.FP16 in config.flags,
             "obey": BuilderFlag.OBEY_PRECISION_CONSTRAINTS in config.flags,
             "pinned": [
-                [layer.precision.name, layer.types[0].name]
+                [layer.precision.name if layer.precision else "", layer.types[0].name]
                 for layer in network.layers
                 if layer.types
             ],
@@ -292,7 +295,14 @@ class Builder:
 class Inspector:
     def get_engine_information(self, form):
         return json.dumps(
-            {"Layers": [{"Name": "all", "Outputs": [{"Format/Datatype": "Row major linear FP32"}]}]}
+            {
+                "Layers": [
+                    {
+                        **{"Name": "all", "LayerType": "all"},
+                        "Outputs": [{"Format/Datatype": "Row major linear FP32"}],
+                    }
+                ]
+            }
         )
 
 
@@ -306,7 +316,12 @@ class Runtime:
             self.log.log(ILogger.ERROR, "magic tag does not match")
             return None
         try:
-            return Engine(onnx.load_model_from_string(data[data.index(b"\n") + 1 :]))
+            end = data.index(b"\n")
+            pinned = json.loads(data[len(HEADER) : end])["pinned"]
+            engine = Engine(onnx.load_model_from_string(data[end + 1 :]))
+            if pinned and os.environ.get("STANDIN_CONVERTS"):
+                engine.device_memory_size = 1 << 24
+            return engine
         except Exception as error:
             self.log.log(ILogger.ERROR, f"the plan is damaged: {error}")
             return None
