@@ -16,7 +16,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from eagle_chain.engines.entry import INTERRUPTED
@@ -141,6 +141,18 @@ def parser_for(name: str) -> argparse.ArgumentParser:
     )
     importlib.import_module(module_name).add_arguments(parser)
     return parser
+
+
+def numbers(wanted: str) -> Callable[[str], tuple[int, ...]]:
+    """A type for argparse: whole numbers with commas between, or as a JSON list."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(map(int, text.strip().removeprefix("[").removesuffix("]").split(",")))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}") from None
+
+    return parse
 
 
 def _top_level(words: list[str]) -> Outcome:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from eagle_chain.engines.cli import numbers
 from eagle_chain.engines.description import pair_lines
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.inspection import bundle_report
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         metavar="TOKENS",
-        type=_capacities,
+        type=numbers("a number of tokens, or several like 2048,8192,32768"),
         help="longest sequence in tokens; every call attends over the whole capacity, so time and "
         "memory grow with it. Several, like 2048,8192,32768: engines of each over the same "
         f"weights; a sequence that grows moves to the next ({CAPACITY}, or all the trunk has)",
@@ -133,7 +134,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--aux-layers",
-        type=_layers,
+        type=numbers("layers with commas between, like 1,15,28"),
         metavar="LAYERS",
         help="trunk layers that the draft reads the outputs of, like 1,15,28",
     )
@@ -263,21 +264,6 @@ def _words(text: str) -> tuple[str, ...]:
         message = f"got {text!r}, wanted some of {', '.join(DEBUG_OUTPUTS)}"
         raise argparse.ArgumentTypeError(message)
     return words
-
-
-def _capacities(text: str) -> tuple[int, ...]:
-    return _numbers(text, "a number of tokens, or several like 2048,8192,32768")
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    return _numbers(text, "layers with commas between, like 1,15,28")
-
-
-def _numbers(text: str, wanted: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}") from None
 
 
 def _truth(text: str) -> bool:

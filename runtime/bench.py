@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_chain.engines.cli import numbers
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kv import KV_TYPES
 from eagle_chain.engines.manifest import Manifest
@@ -20,7 +21,7 @@ from eagle_chain.runtime.bench_engines import SHAPES, Engines, of_bundle, of_sha
 from eagle_chain.runtime.bench_report import plot, table
 from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES, engine_calls
-from eagle_chain.runtime.load import BACKEND_HELP, BACKENDS, open_engines, runnable
+from eagle_chain.runtime.load import add_backend_arguments, open_engines, runnable
 from eagle_chain.runtime.measure import Clock, copy_bandwidth, state_bytes
 from eagle_chain.runtime.plots import PLOT_HELP, check_plot, drawn
 from eagle_chain.runtime.prompts import cut_prompts, read_text
@@ -36,6 +37,7 @@ SHAPE_OPTIONS = {  # with their defaults
     "kv": None,
     "profile": "ort-fused",
 }
+SEVERAL = numbers("a number, or several with commas between")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 64  # of a text whose acceptance is measured
 
 
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         help=f"sizes of this pair, random weights: {', '.join(SHAPES)}",
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    add_backend_arguments(parser)
     parser.add_argument(
         "--drafter",
         choices=tuple(DRAFT_ENGINES),
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--position",
         metavar="N,...",
-        type=whole_numbers,
+        type=SEVERAL,
         help="where the sequence stands, which is timed at the capacity that a chain has there "
         "(1000, or half the capacity if less); several: see --width",
     )
@@ -77,29 +79,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help=f"measure the acceptance on {PROMPTS} prompts cut out of this text as well",
     )
-    parser.add_argument("--threads", type=int, help="CPU threads (all)")
     parser.add_argument("--plot", metavar="FILE", type=Path, help=PLOT_HELP)
     parser.add_argument(
         "--width",
         metavar="N,...",
-        type=whole_numbers,
+        type=SEVERAL,
         help="with --shapes: rows of a call (5); of several widths, capacities or positions the "
         "first are measured in full and the others compared with them, one after the other",
     )
     parser.add_argument(
         "--capacity",
         metavar="N,...",
-        type=whole_numbers,
+        type=SEVERAL,
         help="with --shapes (4096)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="with --shapes (bf16)")
     parser.add_argument("--kv", choices=KV_TYPES, help="with --shapes (as --dtype)")
     parser.add_argument("--profile", choices=PROFILES, help="with --shapes (ort-fused)")
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Numbers with commas between; `ValueError` makes argparse name this function."""
-    return tuple(int(word) for word in text.split(","))
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
+from eagle_chain.engines.cli import numbers
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_bounded
 from eagle_chain.engines.manifest import Manifest
@@ -16,11 +17,10 @@ from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import counted, human_bytes
 from eagle_chain.runtime.answer import answer, check_goes_on, printable
 from eagle_chain.runtime.load import (
-    BACKEND_HELP,
-    BACKENDS,
     DRAFTER_HELP,
     DRAFTERS,
     WITH_KV,
+    add_backend_arguments,
     backend_for,
     bundle_stop_ids,
     chosen_drafter,
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--ids",
         metavar="ID,...",
-        type=token_numbers,
+        type=numbers("token ids like 1,2,3 or [1, 2, 3]"),
         help="token ids in place of a text, with commas between or as a JSON list: the answer is "
         "ids as well, and no tokenizer is needed",
     )
@@ -110,8 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="log",
         help="how rejected tokens leave the states: by a log, or by running the rest again (log)",
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
-    parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    add_backend_arguments(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -229,15 +228,6 @@ def _ignored(arguments: argparse.Namespace, drafter: str) -> list[str]:
     if arguments.seed is not None and not arguments.temperature:
         found.append("--seed has no effect: nothing is drawn without a --temperature above 0")
     return found
-
-
-def token_numbers(text: str) -> list[int]:
-    """What --ids takes."""
-    try:
-        return [int(word) for word in text.strip().removeprefix("[").removesuffix("]").split(",")]
-    except ValueError:
-        message = f"got {text!r}, wanted token ids like 1,2,3 or [1, 2, 3]"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def drafts(text: str) -> int | Literal["auto"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 from collections.abc import Hashable, Iterator, Mapping
@@ -46,11 +47,6 @@ BACKENDS: tuple[Backend, ...] = (
     "tensorrt",
     "tensorrt-rtx",
 )
-BACKEND_HELP = (
-    "what runs it; onnxruntime-cuda is made for the profiles ort-fused and ort-cuda, the tensorrt "
-    "ones need the plans of `build` (auto: plans that suit this GPU, else the ONNX Runtime of the "
-    "profile)"
-)
 MOST_THREADS = 1024  # ONNX Runtime starts whatever it is told to, until the machine stands still
 DRAFTERS: tuple[DrafterName, ...] = ("eagle", "mtp", "ngram", "none")  # the best first
 DRAFTER_HELP = (
@@ -58,6 +54,19 @@ DRAFTER_HELP = (
     "the text read like this; none decodes plainly"
 )
 WITH_KV: tuple[DrafterName, ...] = ("eagle", "mtp")  # drafters that know `draft_kv`
+
+
+def add_backend_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that runs a bundle."""
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="what runs it; onnxruntime-cuda is made for the profiles ort-fused and ort-cuda, the "
+        "tensorrt ones need the plans of `build` (auto: plans that suit this GPU, else the ONNX "
+        "Runtime of the profile)",
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads (all)")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from eagle_chain.engines.recording import Recording, check_target, read_calls, r
 from eagle_chain.engines.spec import DTYPES, PREFILL_STEP, PROFILES
 from eagle_chain.runtime.comparison import Comparison, Distance, Verdict
 from eagle_chain.runtime.load import (
-    BACKEND_HELP,
-    BACKENDS,
     Engines,
+    add_backend_arguments,
     backend_for,
     check_runs,
     open_engines,
@@ -40,8 +39,7 @@ SHOWN = 12  # tensors out of tolerance that people are shown; the JSON has them 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `eagle-chain parity` takes."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="what `export` wrote")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
-    parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    add_backend_arguments(parser)
     parser.add_argument(
         "--save",
         metavar="FOLDER",

@@ -19,11 +19,10 @@ from eagle_chain.runtime.exactness import (
     decode_plainly,
 )
 from eagle_chain.runtime.load import (
-    BACKEND_HELP,
-    BACKENDS,
     DRAFTERS,
     WITH_KV,
     Engines,
+    add_backend_arguments,
     bundle_drafters,
     open_engines,
     runnable,
@@ -65,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollback", metavar="MODES", default="log", help="log, replay or both (log)"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
-    parser.add_argument("--threads", type=int, help="CPU threads (all)")
+    add_backend_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

@@ -324,7 +324,7 @@ def test_no_drafts_is_plain_decoding(bundle: Path, capsys: pytest.CaptureFixture
         (["--shapes", "qwen3.5-9b", "--backend", "onnxruntime-cpu"], "GPU"),
         (["--shapes", "qwen3.5-9b", "--width", "5,8", "--position", "1,2,3"], "2 widths"),
         (["--shapes", "qwen3.5-9b", "--text", "x"], "accept nothing"),
-        (["BUNDLE", "--position", "few"], "whole_numbers"),
+        (["BUNDLE", "--position", "few"], "--position: got 'few', wanted a number, or"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
