@@ -15,7 +15,7 @@ from eagle_chain.engines.files import read_bounded
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.progress import counted, human_bytes
-from eagle_chain.runtime.answer import answer, check_goes_on, printable
+from eagle_chain.runtime.answer import Answer, answer, check_goes_on, printable
 from eagle_chain.runtime.load import (
     DRAFTER_HELP,
     DRAFTERS,
@@ -120,28 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Answer one prompt; with --check a token that differs from plain decoding fails."""
-    if arguments.chat and arguments.prefix is not None:
-        raise InputError(
-            "--chat puts the text into a template of its own, which cannot follow a --prefix; "
-            "give the text as the template would have it"
-        )
-    if arguments.chat and arguments.ids is not None:
-        raise InputError("--chat is for text; give --ids as the template would have them")
-    follows = arguments.prefix is not None
-    text = "" if arguments.ids is not None else _prompt(arguments, may_lack=follows)
+    _check_chat(arguments)
+    text = "" if arguments.ids is not None else _prompt(arguments)
     manifest = Manifest.load(arguments.bundle)
     drafter = chosen_drafter(manifest, arguments.drafter)
     tokenizer = Tokenizer(arguments.bundle) if arguments.ids is None else None
-    if tokenizer is None:
-        prompt = arguments.ids
-    elif arguments.chat:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
-    else:
-        prompt = tokenizer.encode(text, special=not follows)
-
-    def show(piece: str, drafted: bool) -> None:
-        print(printable(piece), end="", flush=True)
-
+    prompt = _tokens(arguments, tokenizer, text)
     with _opened(arguments, manifest) as kept:
         # before the minutes that large engines take to load
         _check(arguments, manifest, drafter, prompt, kept)
@@ -153,17 +137,52 @@ def run(arguments: argparse.Namespace) -> Outcome:
             chain,
             tokenizer,
             prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            k=arguments.k,
-            check=arguments.check,
-            show=show,
-            temperature=arguments.temperature,
-            seed=arguments.seed or 0,
             drafter=drafter,
             draft_kv=arguments.draft_kv,
+            max_new_tokens=arguments.max_new_tokens,
+            k=arguments.k,
+            temperature=arguments.temperature,
+            seed=arguments.seed or 0,
+            check=arguments.check,
+            show=_show,
             prefix=kept,
             save_prefix=arguments.save_prefix,
         )
+    report = given.to_json()
+    report["warnings"] = [*_ignored(arguments, drafter), *report["warnings"]]
+    if not engines.stop_ids:
+        report["warnings"].append("the bundle names no stop ids: no text ends before its limit")
+    _tell(given, report["warnings"])
+    return Outcome(report, passed=given.exact is not False)
+
+
+def _check_chat(arguments: argparse.Namespace) -> None:
+    """Refuse what a template cannot be used with."""
+    if arguments.chat and arguments.prefix is not None:
+        raise InputError(
+            "--chat puts the text into a template of its own, which cannot follow a --prefix; "
+            "give the text as the template would have it"
+        )
+    if arguments.chat and arguments.ids is not None:
+        raise InputError("--chat is for text; give --ids as the template would have them")
+
+
+def _tokens(arguments: argparse.Namespace, tokenizer: Tokenizer | None, text: str) -> Sequence[int]:
+    """The prompt; behind a prefix it begins with no special token."""
+    if tokenizer is None:
+        ids: Sequence[int] = arguments.ids
+        return ids
+    if arguments.chat:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(text, special=arguments.prefix is None)
+
+
+def _show(piece: str, drafted: bool) -> None:
+    print(printable(piece), end="", flush=True)
+
+
+def _tell(given: Answer, warnings: Sequence[str]) -> None:
+    """What it cost, behind the text on stderr."""
     print()
     stats = given.result.stats
     fed = f"prompt of {counted(stats.prompt_tokens, 'token')} in {stats.prompt_seconds:.2f} s"
@@ -175,13 +194,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
             f"wrote {saved.file}: a prefix of {counted(saved.tokens, 'token')}, {size}",
             file=sys.stderr,
         )
-    report = given.to_json()
-    report["warnings"] = [*_ignored(arguments, drafter), *report["warnings"]]
-    if not engines.stop_ids:
-        report["warnings"].append("the bundle names no stop ids: no text ends before its limit")
-    for warning in report["warnings"]:
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return Outcome(report, passed=given.exact is not False)
 
 
 def _opened(
@@ -240,7 +254,7 @@ def drafts(text: str) -> int | Literal["auto"]:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
-def _prompt(arguments: argparse.Namespace, *, may_lack: bool) -> str:
+def _prompt(arguments: argparse.Namespace) -> str:
     """The text to continue: the argument as it is, or a file without the newline at its end."""
     text: str | None = arguments.prompt
     file: Path | None = arguments.prompt_file
@@ -251,7 +265,7 @@ def _prompt(arguments: argparse.Namespace, *, may_lack: bool) -> str:
             raise InputError("--prompt is not UTF-8 text; put it into a UTF-8 file") from None
         return text
     if file is None and sys.stdin.isatty():
-        if may_lack:
+        if arguments.prefix is not None:  # whose next token can begin
             return ""
         raise InputError(
             "no prompt: give --prompt TEXT, --prompt-file FILE or --ids, or pipe a text in"
