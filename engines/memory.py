@@ -28,7 +28,7 @@ NODE_BYTES = 110_000
 BAKED_COPIES = 3  # of a graph's weights: as parsed, as optimised, in the plan
 # By backend: what its GPU libraries (workspaces, code of kernels, constants of graphs) take beside
 # weights and chains. Measured values only; what is not here counts as nothing.
-LIBRARIES: dict[str, int] = {}
+LIBRARIES = {"onnxruntime-cuda": 600_000_000}
 KERNEL_CHUNK = 64  # rows of a chunk of the delta rule in the kernels of `ort-fused`
 
 
