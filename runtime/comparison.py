@@ -270,7 +270,7 @@ class Comparison:
         verdict.calls += 1
         limit = tolerance(self._limits, "logits").error
         if own is not None:
-            limit = min(limit, distance(own[: len(got)], logits[: len(got)]).error)
+            limit = min(limit, 2 * distance(own[: len(got)], logits[: len(got)]).error)
         limit *= NEAR_TIE
         wrong = np.flatnonzero(got != output.want)
         for row in wrong:
