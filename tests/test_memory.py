@@ -187,6 +187,7 @@ def nine(*capacities: int, head_dim: int = 256, **options: Any) -> Manifest:
 
 def test_libraries_count_where_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, size = nine(4096), 500_000_000
+    monkeypatch.delitem(LIBRARIES, "onnxruntime-cuda")
     before = inspection.memory_lines(inspection.memory_report(manifest))
     monkeypatch.setitem(LIBRARIES, "onnxruntime-cuda", size)
     monkeypatch.setitem(LIBRARIES, "tensorrt", 2 * size)
