@@ -37,6 +37,7 @@ _PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_MESSAGES = 0.1
 LARGEST_CACHE = 1 << 30  # bytes of a timing cache; those of a 9B have a few MB
 TACTICS_8 = ("EDGE_MASK_CONVOLUTIONS", "JIT_CONVOLUTIONS")  # of 8.6; cuBLAS and cuDNN take 1.1 GB
+LARGEST_SHARED = 1 << 24  # bytes of a plan that is kept for other jobs: has no weights in it
 WEAK_LEVEL = 2  # of 8.6: higher levels take many times longer for plans that are no faster
 
 
@@ -89,6 +90,7 @@ class Compiler:
             raise InputError(f"TensorRT {flavour.version} cannot start here: {words}") from None
         self._monitor: Any = None  # TensorRT only borrows it: it must outlive the build
         self._timings: Any = None  # and so must the timing cache
+        self._made: dict[Form, tuple[str, _Built, _Back]] = {}  # pieces that other jobs may have
 
     def compile(self, job: Job) -> dict[str, Any]:
         """Write one plan; returns what is worth telling about it."""
@@ -124,7 +126,11 @@ class Compiler:
             self.send({"phase": "pieces", "done": number, "total": len(parts.forms)})
             start = time.monotonic()
             title = f"{job.name}, piece {number} of {len(parts.forms)} ({form.title})"
-            pins, built, loaded = self._piece(job, title, form)
+            if form not in self._made:
+                self._made[form] = self._piece(job, title, form)
+            pins, built, loaded = self._made[form]
+            if built.plan.nbytes > LARGEST_SHARED:
+                del self._made[form]
             plans.append(built.plan)
             back.append(loaded)
             reports.append(

@@ -625,6 +625,20 @@ def test_8_6_takes_the_strictest_pins_that_leave_weights_alone(
     assert words in (place / "build.log").read_text()
 
 
+def test_8_6_compiles_what_engines_share_once(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two capacities differ in their attention alone; the builder warns once for each plan."""
+    bundle = exported(pair, tmp_path / "b", "--aux-layers", "0,1,3", "--capacity", "48,64")
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert report(capsys, "build", str(bundle))["built"]
+    place = bundle / "plans/tensorrt-8.6.1-Stand-in-GPU"
+    files = [unpacked(memoryview(path.read_bytes())) for path in place.glob("*.plan")]
+    distinct = {bytes(plan) for _, plans in files for plan in plans}
+    warned = (place / "build.log").read_text().count("a warning of the builder")
+    assert warned == len(distinct) < sum(len(plans) for _, plans in files)
+
+
 def test_a_piece_that_8_6_cannot_build_is_named(
     pair: tuple[Path, Path],
     tmp_path: Path,
