@@ -138,7 +138,7 @@ class Recipe:
             version=target.version,
             gpu=target.gpu,
             compute_capability=" ".join(target.compute_capabilities),
-            source=source_hash(manifest, engine, self.weights),
+            source=source_hash(manifest, engine, self.weights, target.version),
             weights=self.weights,
             options=self.options,
         )

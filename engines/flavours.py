@@ -50,7 +50,7 @@ class Flavour:
     @property
     def strongly_typed(self) -> bool:
         """Dtypes are those of the graph; otherwise the builder chooses unless layers are pinned."""
-        return not self.version.startswith("8.")
+        return not is_weakly_typed(self.version)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -85,6 +85,11 @@ class Flavour:
                 f"TensorRT {self.version} reads opset 17 and the profile {options.profile!r} is "
                 "newer: export with --profile portable"
             )
+
+
+def is_weakly_typed(version: str) -> bool:
+    """Whether a TensorRT of this version chooses the types of layers: its graphs go in pieces."""
+    return version.startswith("8.")
 
 
 def is_installed(name: str) -> bool:

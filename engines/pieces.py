@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 HALF, SINGLE, NEITHER = "fp16", "fp32", ""
 PRODUCTS = ("Gemm", "MatMul")
+# Of all that makes a plan in pieces: the cut, the pins and settings of its pieces, its file. It is
+# part of the key of such a plan; raised with any change of these, so that `build` makes it again.
+VERSION = 1
 _FLOAT, _FLOAT16 = 1, 10  # numbers of onnx.TensorProto
 _PRELUDE = -1  # the window of what no layer's name stands before
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_plain
-from eagle_chain.engines.flavours import RTX, Flavour
+from eagle_chain.engines.flavours import RTX, Flavour, is_weakly_typed
 from eagle_chain.engines.gpu import Device
 from eagle_chain.engines.integrity import file_hash
 from eagle_chain.engines.manifest import Manifest, Plan
+from eagle_chain.engines.pieces import VERSION
 
 PLANS = "plans"
 LAYERS = ".layers.json"  # beside a plan: what TensorRT's inspector says of it
@@ -67,11 +68,20 @@ def described(flavour: str, version: str, gpu: str, capability: str) -> str:
     return f"{title} {version} on {place}"
 
 
-def source_hash(manifest: Manifest, engine: str, weights: str) -> str:
-    """SHA-256 of what a plan depends on besides the machine and the builder's options."""
+def source_hash(manifest: Manifest, engine: str, weights: str, version: str) -> str:
+    """SHA-256 of what a plan depends on besides the machine and the builder's options.
+
+    Args:
+        manifest: Of the bundle.
+        engine: Whose plan.
+        weights: bound or baked.
+        version: Of TensorRT; for one that gets graphs in pieces, how they are cut is part of it.
+    """
     parts = [manifest.graphs[f"{engine}.onnx"]]
     if weights == "baked":
         parts += [f"{name} {file.sha256}" for name, file in sorted(manifest.files.items())]
+    if is_weakly_typed(version):
+        parts.append(f"pieces {VERSION}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -116,9 +126,10 @@ def find_plans(folder: Path, manifest: Manifest, target: Target) -> dict[str, tu
             )
         name = fitting[-1]
         plan = plans[name]
-        if plan.source != source_hash(manifest, engine, plan.weights):
+        if plan.source != source_hash(manifest, engine, plan.weights, plan.version):
+            cut = ", or by a version that cuts it differently" * is_weakly_typed(plan.version)
             raise InputError(
-                f"{folder / name}: was built from another graph than {engine}.onnx; "
+                f"{folder / name}: was built from another graph than {engine}.onnx{cut}; "
                 f"build it again: {build_command(folder, target, plan)}"
             )
         found[engine] = (folder / name, plan)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from eagle_chain.engines.errors import InputError
+from eagle_chain.engines.flavours import is_weakly_typed
 from eagle_chain.engines.manifest import MANIFEST, Manifest, Plan
 from eagle_chain.engines.plans import LAYERS, PLANS, rebuild_command, source_hash
 
@@ -65,6 +66,7 @@ def plan_lines(folder: Path, held: Plans, kept: Plans) -> list[str]:
             continue
         plan = next(iter(plans.values()))
         other = "graphs" if plan.weights == "bound" else "graphs or weights"
+        other += " or cut differently" * is_weakly_typed(plan.version)
         command = rebuild_command(folder, plan)
         lines.append(
             f"plans    {place}: deleted, they are of other {other}; build again: {command}"
@@ -88,8 +90,9 @@ def _suit(target: Path, place: str, plans: Plans, manifest: Manifest) -> bool:
         return False
     return all(
         _is_inside(target, name)
-        and plan.source == source_hash(manifest, PurePosixPath(name).stem, plan.weights)
+        and plan.source == source_hash(manifest, engine, plan.weights, plan.version)
         for name, plan in plans.items()
+        for engine in [PurePosixPath(name).stem]
     )
 
 

@@ -6,6 +6,7 @@ plans cannot run here. A stand-in for TensorRT serves for what must go wrong on 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -22,7 +23,7 @@ from typing import Any
 import onnx
 import pytest
 
-from eagle_chain.engines import flavours
+from eagle_chain.engines import flavours, plans
 from eagle_chain.engines.build import Recipe, built_plans
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.compiler import Job, Request
@@ -33,7 +34,7 @@ from eagle_chain.engines.graphs import bound_graph
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.memory import Estimate, check_room
 from eagle_chain.engines.plan_file import unpacked
-from eagle_chain.engines.plans import Target
+from eagle_chain.engines.plans import Target, find_plans
 from eagle_chain.engines.spec import Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
@@ -652,6 +653,40 @@ def test_a_piece_that_8_6_cannot_build_is_named(
     words = capsys.readouterr().err
     assert re.search(r"draft, piece 1 of \d+ \(fp16: .* Cast.*\): TensorRT cannot build it", words)
     assert not (bundle / "plans").exists() or not list((bundle / "plans").glob("tensorrt*"))
+
+
+def test_8_6_rebuilds_what_another_version_cut(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans from before graphs were cut at all, and those of a cut to come."""
+    bundle = export(pair, tmp_path / "b")
+    machine = Target("tensorrt", "8.6.1", "Stand-in GPU", ("9.0",))
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert report(capsys, "build", str(bundle))["built"]
+        assert not report(capsys, "build", str(bundle))["built"]
+        manifest = Manifest.load(bundle)
+        old = {
+            name: dataclasses.replace(
+                plan, source=hashlib.sha256(manifest.graphs[graph].encode()).hexdigest()
+            )
+            for name, plan in manifest.plans.items()
+            for graph in [f"{Path(name).stem}.onnx"]
+        }
+        dataclasses.replace(manifest, plans=old).save(bundle)
+        assert report(capsys, "build", str(bundle))["built"]
+        assert not report(capsys, "build", str(bundle))["built"]
+        monkeypatch.setattr(plans, "VERSION", plans.VERSION + 1)
+        with pytest.raises(InputError, match="or by a version that cuts it differently; build it"):
+            find_plans(bundle, Manifest.load(bundle), machine)
+        assert report(capsys, "build", str(bundle))["built"]
+    monkeypatch.undo()
+    with standins():  # no graph is cut for TensorRT 10
+        assert report(capsys, "build", str(bundle))["built"]
+        monkeypatch.setattr(plans, "VERSION", plans.VERSION + 1)
+        assert not report(capsys, "build", str(bundle))["built"]
 
 
 # --- the key ---------------------------------------------------------------------------------

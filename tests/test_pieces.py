@@ -7,6 +7,7 @@ either side: the same operators in another order must leave the same bits.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 from collections import Counter
 from functools import cache
@@ -20,13 +21,13 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from eagle_chain.engines.bound import tensor_spec
-from eagle_chain.engines.compiler import Compiler, Job, Request
+from eagle_chain.engines.compiler import TACTICS_8, WEAK_LEVEL, Compiler, Job, Request
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import load_flavour
 from eagle_chain.engines.graphs import bound_graph
-from eagle_chain.engines.pieces import HALF, SINGLE, Cut, Piece, cut
+from eagle_chain.engines.pieces import HALF, SINGLE, VERSION, Cut, Piece, cut
 from eagle_chain.engines.plan_file import (
     Contents,
     DamagedError,
@@ -35,6 +36,7 @@ from eagle_chain.engines.plan_file import (
     packed,
     unpacked,
 )
+from eagle_chain.engines.precision import ALIKE, CONVERTED, PINS
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.export.graph import build_graphs
 from tests import qwen_9b
@@ -233,6 +235,62 @@ def test_every_piece_goes_through_a_real_parser_and_builder(engine: str, tmp_pat
             graph.write_bytes(form.model)
             job = Job(form.title, str(graph), str(plan), form.inputs, form.outputs)
             assert compiler.compile(job)["bytes"] > 0
+
+
+def two_layers() -> onnx.ModelProto:
+    """Norms in fp32 around fp16 products, a mask from the position, a state; written by hand."""
+    make, lines = onnx.helper, []
+    text = """
+      h = Gather(table, ids)
+      places = Add(position, range)
+      seen = LessOrEqual(range, places)
+    """
+    for i in range(2):
+        text += f"""
+      a{i} = Cast<to=1>({"h" if i == 0 else "f0"})
+      b{i} = Mul(a{i}, layers.{i}.norm.weight)
+      c{i} = Cast<to=10>(b{i})
+      d{i} = MatMul(c{i}, layers.{i}.w)
+      e{i} = Where(seen, d{i}, zero)
+      f{i} = Add(e{i}, layers.{i}.S)
+      layers.{i}.S.next = Identity(f{i})
+    """
+    text += "\n features = Identity(f1)"
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, _, call = line.partition(" = ")
+        kind, _, read = call.rstrip(")").partition("(")
+        kind, _, to = kind.rstrip(">").partition("<to=")
+        extra = {"to": int(to)} if to else {}
+        lines.append(make.make_node(kind, read.split(", "), [name], **extra))
+    halves = {"table": [9, 4]} | {f"layers.{i}.{n}": [4, 4] for i in range(2) for n in "wS"}
+    inputs = [make.make_tensor_value_info(n, 10, shape) for n, shape in halves.items()]
+    inputs += [make.make_tensor_value_info(f"layers.{i}.norm.weight", 1, [4]) for i in range(2)]
+    inputs += [make.make_tensor_value_info(n, 6, [k]) for n, k in (("ids", 4), ("position", 1))]
+    outputs = ("layers.0.S.next", "layers.1.S.next", "features")
+    constants = [make.make_tensor("zero", 10, [], [0]), make.make_tensor("range", 6, [4], range(4))]
+    left = [make.make_tensor_value_info(n, 10, [4, 4]) for n in outputs]
+    graph = make.make_graph(lines, "g", inputs, left, constants)
+    return make.make_model(graph, opset_imports=[make.make_opsetid("", 17)])
+
+
+def test_another_cut_is_another_version() -> None:
+    """Plans made by either must not be taken for those of the other: their key has the version.
+
+    If this fails because the cut, the pins or the file have changed, raise `pieces.VERSION` and put
+    the new digest here.
+    """
+    parts = cut(two_layers())
+    forms = [
+        (f.title, [list(n.input) for n in onnx.load_from_string(f.model).graph.node])
+        for f in parts.forms
+    ]
+    said = Contents(
+        tuple(f.type for f in parts.forms), (1,) * len(forms), parts.pieces, parts.crossing
+    )
+    told = (forms, list(PINS), CONVERTED, ALIKE, TACTICS_8, WEAK_LEVEL)
+    file = packed(said, [b"x"] * len(forms))
+    digest = hashlib.sha256(f"{told}".encode() + file).hexdigest()[:16]
+    assert {VERSION: digest} == {1: "1870a62ff3e61d47"}
 
 
 # --- the file ----------------------------------------------------------------------------------
