@@ -226,7 +226,7 @@ def memory_lines(memory: Mapping[str, Any]) -> list[str]:
 
 def _libraries(manifest: Manifest) -> dict[str, int]:
     """Bytes of the libraries of the one backend that a profile is for, if it is for one."""
-    backend = "onnxruntime-cuda" if manifest.options.profile.startswith("ort-") else ""
+    backend = "onnxruntime-cuda" if manifest.options.for_cuda else ""
     return {name: size for name, size in LIBRARIES.items() if name == backend}
 
 

@@ -202,7 +202,7 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     scores = trunk.attention_heads * rows * options.kv_rows
     attention = 3 * 4 * min(scores, ATTENTION_SCORES)
     own_kernels = options.profile == "ort-fused" and not options.prefill
-    if own_kernels or (options.profile.startswith("ort-") and options.kv_type == options.dtype):
+    if own_kernels or (options.for_cuda and options.kv_type == options.dtype):
         attention = 0  # never as a whole
     elif options.kv_type != options.dtype:
         attention += 4 * 4 * trunk.kv_heads * trunk.head_dim * options.kv_rows

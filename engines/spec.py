@@ -10,7 +10,8 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kv import KV_TYPES
 
 DTYPES = ("fp32", "fp16", "bf16")
-PROFILES = ("portable", "standard", "ort-cuda", "ort-fused")
+CUDA_PROFILES = ("ort-cuda", "ort-fused")  # for ONNX Runtime on a GPU
+PROFILES = ("portable", "standard", *CUDA_PROFILES)
 DEBUG_OUTPUTS = ("logits", "S_rows")
 PREFILL_STEP = 32  # rows of the smallest chunk of the delta rule
 # Attention of many rows in primitives takes so many scores at a time (fp32: 128 MB).
@@ -130,6 +131,11 @@ class Options:
         """The inverse of `engine`: a plain name, and the options that the engine is made with."""
         plain, _, capacity = name.partition("-")
         return plain, self.at(int(capacity) if capacity else self.capacity)
+
+    @property
+    def for_cuda(self) -> bool:
+        """Whether the profile is for ONNX Runtime's CUDA provider."""
+        return self.profile in CUDA_PROFILES
 
     @property
     def kv_rows(self) -> int:

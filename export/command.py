@@ -16,6 +16,7 @@ from eagle_chain.engines.outcome import Outcome
 from eagle_chain.engines.overrides import CONVENTIONS, DraftOverrides
 from eagle_chain.engines.progress import human_bytes
 from eagle_chain.engines.spec import (
+    CUDA_PROFILES,
     DEBUG_OUTPUTS,
     DTYPES,
     MOST_WIDTH,
@@ -26,8 +27,8 @@ from eagle_chain.engines.spec import (
 )
 
 CAPACITY = 4096  # default, as far as the trunk was made for so many positions
-PREFILL = 256  # rows from which a GPU spends more time multiplying than reading the weights
-CUDA_PREFILL = 512  # of the profiles ort-*: measured, see docs/long-context.md
+PREFILL = 256  # rows of a call over a prompt; docs/long-context.md says why of either
+CUDA_PREFILL = 512  # of the profiles ort-*
 LARGE = 2_000_000_000  # bytes of weights above which memory matters to most people
 
 
@@ -215,7 +216,7 @@ def _options(arguments: argparse.Namespace, positions: int) -> Options:
         )
     prefill = arguments.prefill
     if prefill is None:
-        prefill = CUDA_PREFILL if arguments.profile.startswith("ort-") else PREFILL
+        prefill = CUDA_PREFILL if arguments.profile in CUDA_PROFILES else PREFILL
         prefill = min(prefill, capacity // PREFILL_STEP * PREFILL_STEP)
         prefill = prefill if prefill >= arguments.width else 0  # calls of the width are as wide
     options = Options(

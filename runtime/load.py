@@ -293,7 +293,7 @@ def _naming_the_way_out(folder: Path, manifest: Manifest) -> Iterator[None]:
     """Say, where there is no GPU, what somebody with a bundle for ONNX Runtime on one can do."""
     options = manifest.options
     way_out = "--backend onnxruntime-cpu runs this bundle"
-    if options.profile.startswith("ort-") or options.dtype == "bf16":
+    if options.for_cuda or options.dtype == "bf16":
         way_out = (
             f"{folder} ({options.dtype}, profile {options.profile}) is for one: for the CPU "
             "export it again with --profile portable"
@@ -363,6 +363,9 @@ def _best(manifest: Manifest) -> Backend:
         return "tensorrt"
     if trt.serves(manifest, "tensorrt-rtx"):
         return "tensorrt-rtx"
-    if manifest.options.profile.startswith("ort-"):  # operators that only the GPU has
-        return "onnxruntime-cuda"
-    return "onnxruntime-cpu"
+    return onnxruntime_for(manifest.options)
+
+
+def onnxruntime_for(options: Options) -> Backend:
+    """The ONNX Runtime that a profile is for."""
+    return "onnxruntime-cuda" if options.for_cuda else "onnxruntime-cpu"

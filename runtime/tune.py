@@ -26,6 +26,7 @@ from eagle_chain.runtime.load import (
     Backend,
     Engines,
     check_threads,
+    onnxruntime_for,
     open_engines,
     runnable,
 )
@@ -127,8 +128,7 @@ def _checked(arguments: argparse.Namespace, manifest: Manifest) -> tuple[DraftCo
         raise InputError(f"-k is {arguments.k}, expected 1 to {options.width - 1}")
     backend = arguments.backend
     if backend == "auto":  # plans would be of no use
-        on_gpu = options.profile.startswith("ort-")
-        backend = "onnxruntime-cuda" if on_gpu else "onnxruntime-cpu"
+        backend = onnxruntime_for(options)
     require("onnx", "onnx_ir")  # graphs are made
     return manifest.draft, runnable(bundle, manifest, backend)
 
