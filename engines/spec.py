@@ -76,9 +76,14 @@ class EngineSpec:
     states: tuple[StatePair, ...] = ()
 
     @property
+    def plain(self) -> str:
+        """Its name without the capacity that it may be made for, see `Options.engine`."""
+        return self.name.partition("-")[0]
+
+    @property
     def reads_prompts(self) -> bool:
-        """Whether it takes many rows of a prompt; one for a smaller capacity is "prefill-2048"."""
-        return self.name.partition("-")[0].endswith("prefill")
+        """Whether it takes many rows of a prompt."""
+        return self.plain.endswith("prefill")
 
     @property
     def all_inputs(self) -> tuple[TensorSpec, ...]:

@@ -147,7 +147,7 @@ class EagleDrafter:
         def encode(rows: Buffer) -> list[Part]:
             if encoder is None or encoded is None:
                 return []
-            return [(encoder.spec.name, encoder.bind({"features": rows, "g": encoded}))]
+            return [(encoder.spec.plain, encoder.bind({"features": rows, "g": encoded}))]
 
         self._runs: list[list[Part]] = []
         self._late_runs: list[list[Part]] = []
@@ -156,10 +156,10 @@ class EagleDrafter:
             (reads, writes), *later = self._guesses(parity, guesses, row)
             extend = (draft_step if self.scratch else draft).bind({**reads, **writes})
             late = draft.bind({**self._late, **writes})
-            steps = [(draft_step.spec.name, draft_step.bind({**r, **w})) for r, w in later]
+            steps = [(draft_step.spec.plain, draft_step.bind({**r, **w})) for r, w in later]
             read_now = encode(self._read[parity])
-            self._runs.append([*read_now, (draft.spec.name, extend), *steps])
-            self._late_runs.append([*encode(self._aside), (draft.spec.name, late)])
+            self._runs.append([*read_now, (draft.spec.plain, extend), *steps])
+            self._late_runs.append([*encode(self._aside), (draft.spec.plain, late)])
 
     def _guesses(
         self, parity: int, left: Sequence[dict[str, Buffer]], row: Buffer

@@ -35,8 +35,7 @@ def part_times(engines: Engines, position: int, capacity: int) -> dict[str, floa
     """
     options = engines.manifest.options
     stand = Stand(engines.of_capacity(capacity), capacity, options.width - 1, position)
-    times = {name: stand.part(name, CLOCKED).median for name in stand.parts}
-    return {options.of_engine(name)[0]: taken for name, taken in times.items()}
+    return {name: stand.part(name, CLOCKED).median for name in stand.parts}
 
 
 def speeds(

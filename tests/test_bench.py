@@ -245,6 +245,7 @@ def test_a_position_is_timed_where_a_chain_would_run(
     assert set(stood) == {(position, size, size) for position, size in wanted}
     found = json.loads(output.out)
     assert [(row["position"], row["capacity"]) for row in found["sweep"]] == wanted
+    assert list(found["parts"]) == ["plain", "verify", "encoder", "draft", "draft_step"]
     assert found["options"]["capacities"] == [24, 48]
     assert "W = 5, position 19 of 24, the smallest that holds it of 24, 48\n" in output.err
     chain = open_engines(several, threads=1).chain(drafter="none")
