@@ -86,13 +86,8 @@ def chain_needs(
     """What a chain needs beside the weights, by capacity; each is allocated when first needed."""
     needs = {}
     for capacity in options.capacities:
-        own = {
-            plain: specs[name]
-            for name in specs
-            for plain, made in [options.of_engine(name)]
-            if made.capacity == capacity or not specs[name].states
-        }
-        own = of_one_drafter(own)
+        names = options.engines_at(capacity, specs)
+        own = of_one_drafter({plain: specs[name] for plain, name in names.items()})
         pairs = {pair.input: pair for spec in own.values() for pair in spec.states}
         sizes = {"kv": 0, "states": 0, "logs": 0}
         for pair in pairs.values():

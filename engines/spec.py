@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from eagle_chain.engines.errors import InputError
@@ -136,6 +136,15 @@ class Options:
         """The inverse of `engine`: a plain name, and the options that the engine is made with."""
         plain, _, capacity = name.partition("-")
         return plain, self.at(int(capacity) if capacity else self.capacity)
+
+    def engines_at(self, capacity: int, specs: Mapping[str, EngineSpec]) -> dict[str, str]:
+        """Plain name -> name of the engines of one capacity, with those that serve any."""
+        named = ((*self.of_engine(name), name) for name in specs)
+        return {
+            plain: name
+            for plain, made, name in named
+            if made.capacity == capacity or not specs[name].states
+        }
 
     @property
     def for_cuda(self) -> bool:

@@ -160,12 +160,8 @@ def of_capacity(
     sessions: Mapping[str, Session], options: Options, capacity: int
 ) -> dict[str, Session]:
     """Sessions of one capacity by their plain names, with those that serve any."""
-    named = ((*options.of_engine(name), session) for name, session in sessions.items())
-    return {
-        plain: session
-        for plain, made, session in named
-        if made.capacity == capacity or not session.spec.states
-    }
+    specs = {name: session.spec for name, session in sessions.items()}
+    return {plain: sessions[name] for plain, name in options.engines_at(capacity, specs).items()}
 
 
 def engine_drafter(
