@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eagle_chain.engines.bound import read_bound
 from eagle_chain.engines.child import module_command, module_environment
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
 from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.extras import require
-from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.limits import HEADS
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.spec import Options, TensorSpec
@@ -28,7 +26,7 @@ from eagle_chain.runtime.cuda import CudaMemory
 from eagle_chain.runtime.drafters import DRAFT_ENGINES
 from eagle_chain.runtime.load import Backend, of_capacity, open_engines
 from eagle_chain.runtime.measure import LOOKED_UP, random_tensors, weight_bytes
-from eagle_chain.runtime.ort_cuda import OrtCudaSession, replayed
+from eagle_chain.runtime.ort_cuda import OrtCudaSession, without_weights
 from eagle_chain.runtime.session import Session
 from eagle_chain.runtime.trt import TrtSession
 
@@ -133,9 +131,6 @@ def of_shapes(
     require("onnxruntime", "onnx", "onnx_ir")
     memory = shared.memory if shared else CudaMemory()
     assert isinstance(memory, CudaMemory), "shapes are measured on a GPU"
-    library = None
-    if options.profile == "ort-fused":
-        library = build_cuda(cache_folder(), memory.info.compute_capability)
     given = {f"--{field}": getattr(options, field) for field in ("width", "capacity", "dtype")}
     given |= {"--profile": options.profile} | ({"--kv": options.kv} if options.kv else {})
     given |= {"--prefill": options.prefill, "--drafter": drafter}
@@ -146,12 +141,8 @@ def of_shapes(
     trunk = decode(TrunkConfig, described["trunk"])
     draft = decode(DraftConfig, described["draft"]) if described["draft"] else None
     specs = engine_specs(trunk, draft, options, described["mtp"])
-    sessions = {}
-    for engine in specs if options.width > 1 else ("trunk",):
-        model, spec = read_bound(folder / f"{engine}.onnx", options.dtype), specs[engine]
-        sessions[engine] = OrtCudaSession(
-            model, spec, memory, library=library, graphs=replayed(options, spec)
-        )
+    made = specs if options.width > 1 else {"trunk": specs["trunk"]}
+    sessions = without_weights(folder, made, options, memory)
     _give(sessions, memory, shared)
     read = {
         engine: weight_bytes(session.weights, head=head_of(engine, trunk, draft))

@@ -143,6 +143,29 @@ def replayed(options: Options, spec: EngineSpec) -> bool:
     return fused or not spec.reads_prompts
 
 
+def without_weights(
+    folder: Path, specs: Mapping[str, EngineSpec], options: Options, memory: CudaMemory
+) -> dict[str, OrtCudaSession]:
+    """Load the graphs of a folder; each session's `bound` is still to be filled.
+
+    Raises:
+        InputError: As `OrtCudaSession`, or the kernels of `ort-fused` cannot be compiled.
+    """
+    library = None
+    if options.profile == "ort-fused":
+        library = build_cuda(cache_folder(), memory.info.compute_capability)
+    return {
+        name: OrtCudaSession(
+            read_bound(folder / f"{name}.onnx", options.dtype),
+            spec,
+            memory,
+            library=library,
+            graphs=replayed(options, spec),
+        )
+        for name, spec in specs.items()
+    }
+
+
 def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[str, Session]]:
     """Load every engine of a bundle on the GPU, over one copy of the weights.
 
@@ -150,14 +173,8 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
         InputError: There is no GPU, a package is missing, or the bundle does not suit it.
     """
     memory = CudaMemory()
-    free, library = memory.free_bytes(), None
-    if manifest.options.profile == "ort-fused":
-        library = build_cuda(cache_folder(), memory.info.compute_capability)
-    sessions = {}
-    for name, spec in manifest.specs.items():
-        model = read_bound(folder / f"{name}.onnx", manifest.options.dtype)
-        graphs = replayed(manifest.options, spec)
-        sessions[name] = OrtCudaSession(model, spec, memory, library=library, graphs=graphs)
+    free = memory.free_bytes()
+    sessions = without_weights(folder, manifest.specs, manifest.options, memory)
     wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
     uploaded, libraries = sum(tensor.nbytes for tensor in wanted), LIBRARIES.get(BACKEND, 0)
     check_load(manifest, uploaded, free, memory.info.name, libraries=libraries)

@@ -16,7 +16,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from eagle_chain.runtime import bench_engines, ort_cuda
+from eagle_chain.runtime import ort_cuda
 from tests.standin import standins
 
 
@@ -75,6 +75,5 @@ def gpu_on_host(library: Path, **environment: str) -> Iterator[ModuleType]:
     with standins(**environment) as runtime, pytest.MonkeyPatch.context() as patch:
         acted = on_host(runtime)
         patch.setattr(ort_cuda, "onnxruntime", lambda: acted)
-        for module in (ort_cuda, bench_engines):
-            patch.setattr(module, "build_cuda", lambda *_: library)
+        patch.setattr(ort_cuda, "build_cuda", lambda *_: library)
         yield runtime

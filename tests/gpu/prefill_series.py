@@ -53,7 +53,7 @@ from eagle_chain.export import graph, shapes
 from eagle_chain.export.prefill import Prefill, PrefillRows
 from eagle_chain.export.prefill_cuda import FusedPrefill, OrtCudaPrefill
 from eagle_chain.export.shapes import configs
-from eagle_chain.runtime import bench_engines
+from eagle_chain.runtime import bench_engines, ort_cuda
 from eagle_chain.runtime.bench_engines import Engines, of_shapes
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cache import Cache
@@ -159,7 +159,7 @@ class Series(Steps):
             self.library = build_cuda(cache_folder(), self.memory.info.compute_capability)
         if not self.library.is_file():
             raise FileNotFoundError(self.library)
-        bench_engines.build_cuda = lambda *_: self.library  # type: ignore[assignment]
+        ort_cuda.build_cuda = lambda *_: self.library  # type: ignore[assignment]
         return {
             "library": self.library.name,
             "device": str(self.memory.info),
