@@ -8,6 +8,7 @@ are compiled once and run over other tensors.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from eagle_chain.engines.bound import tensor_spec
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.spec import ITEM_BYTES, TensorSpec
+from eagle_chain.engines.spec import ATTENTION_SCORES, ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -24,9 +25,10 @@ HALF, SINGLE, NEITHER = "fp16", "fp32", ""
 PRODUCTS = ("Gemm", "MatMul")
 # Of all that makes a plan in pieces: the cut, the pins and settings of its pieces, its file. It is
 # part of the key of such a plan; raised with any change of these, so that `build` makes it again.
-VERSION = 1
+VERSION = 2
 _FLOAT, _FLOAT16 = 1, 10  # numbers of onnx.TensorProto
-_PRELUDE = -1  # the window of what no layer's name stands before
+_PRELUDE = -1  # the layer of what no layer's name stands before
+LARGE = ATTENTION_SCORES // 4  # elements; a chunk of the scores of a long prompt has more
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def cut(model: onnx.ModelProto) -> Cut:
     touches fp32 alone to a single piece. What depends on weights, whole numbers and constants alone
     (masks, positions, norms' weights) is computed in every piece that wants it. Nodes keep the
     order of the graph but for those of the other type in the same layer, so that a layer has as few
-    pieces as it changes types. A graph of one type is cut between its layers.
+    pieces as it changes types; of a prompt's scores it has one chunk after the other, or all would
+    be there at once. A graph of one type is cut between its layers.
 
     Args:
         model: A graph with static shapes.
@@ -135,6 +138,9 @@ class _Graph:
                 self.readers[name].append(i)
         self.types = [self._type(node) for node in self.nodes]
         self.free = self._free(self._pure())
+        self.several = {HALF, SINGLE} <= {
+            t for t, free in zip(self.types, self.free, strict=True) if not free
+        }
         self.windows = self._windows()
 
     def elements(self, name: str) -> int:
@@ -203,17 +209,29 @@ class _Graph:
             free.append(fine and all(free[s] for s in self.sources(i)))
         return free
 
-    def _windows(self) -> list[int]:
-        """The layer in which each node stands: the largest that was named up to it."""
-        windows, current = [], _PRELUDE
+    def _windows(self) -> list[tuple[int, int]]:
+        """The layer in which each node stands, the largest that was named up to it; its part.
+
+        In a graph of several types a layer has a part for each of its large products.
+        """
+        windows: list[tuple[int, int]] = []
+        current, large = _PRELUDE, 0
         named = [_PRELUDE] * len(self.nodes)
         for i, node in enumerate(self.nodes):
             own = [_layer(name) for name in (*node.input, *node.output)]
             named[i] = max([_PRELUDE, *own, *(named[s] for s in self.sources(i))])
-            current = max([current, *own])
-            windows.append(current)
+            if (layer := max([current, *own])) > current:
+                current, large = layer, 0
+            large += self.several and self._is_large(i)
+            windows.append((current, max(0, large - 1)))
         pure = self._pure()
-        return [named[i] if pure[i] else window for i, window in enumerate(windows)]
+        return [(named[i], 0) if pure[i] else window for i, window in enumerate(windows)]
+
+    def _is_large(self, node: int) -> bool:
+        """Whether it is a product of fp16 activations with a large result, as scores are."""
+        if self.types[node] != HALF or self.nodes[node].op_type != "MatMul":
+            return False
+        return math.prod(tensor_spec(self.values[self.nodes[node].output[0]]).shape) > LARGE
 
     def piece(
         self, group: _Group, wanted: Collection[str]
@@ -293,16 +311,14 @@ def _layer(name: str) -> int:
 
 def _schedule(graph: _Graph, first: str) -> list[_Group]:
     """Put the nodes in groups of one type, as few as their order within a layer allows."""
-    several = {HALF, SINGLE} <= {
-        t for t, free in zip(graph.types, graph.free, strict=True) if not free
-    }
-    waiting: dict[int, list[int]] = defaultdict(list)
+    several = graph.several
+    waiting: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, free in enumerate(graph.free):
         if not free:
             waiting[graph.windows[i]].append(i)
     home: dict[int, int] = {}
     types: list[str] = []  # of the groups
-    ends: dict[int, int] = {}  # the last group of a window
+    ends: dict[tuple[int, int], int] = {}  # the last group of a window
     current = first
     for window in sorted(waiting):
         left, idle = waiting[window], 0
@@ -335,7 +351,9 @@ def _schedule(graph: _Graph, first: str) -> list[_Group]:
     return groups
 
 
-def _sink(graph: _Graph, home: dict[int, int], types: list[str], ends: Mapping[int, int]) -> None:
+def _sink(
+    graph: _Graph, home: dict[int, int], types: list[str], ends: Mapping[tuple[int, int], int]
+) -> None:
     """Move nodes to the last group of their type and layer from which their readers can read.
 
     So a tensor crosses few borders, and the first groups of a layer do not depend on what else is

@@ -20,6 +20,7 @@ import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
 
+from eagle_chain.engines import pieces
 from eagle_chain.engines.bound import tensor_spec
 from eagle_chain.engines.compiler import TACTICS_8, WEAK_LEVEL, Compiler, Job, Request
 from eagle_chain.engines.config import DraftConfig, TrunkConfig
@@ -38,6 +39,7 @@ from eagle_chain.engines.plan_file import (
 )
 from eagle_chain.engines.precision import ALIKE, CONVERTED, PINS
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
+from eagle_chain.export import prefill
 from eagle_chain.export.graph import build_graphs
 from tests import qwen_9b
 
@@ -132,9 +134,9 @@ def bound(
 
 
 @cache
-def nine(layers: int, dtype: str, engine: str = "trunk") -> onnx.ModelProto:
+def nine(layers: int, dtype: str, engine: str = "trunk", prompt: int = 256) -> onnx.ModelProto:
     """A graph of the 9B's widths."""
-    options = Options(5, 4096, dtype, prefill=256)
+    options = Options(5, 4096, dtype, prefill=prompt)
     return bound(*qwen_9b.configs(layers), options, (engine,))[0][engine]
 
 
@@ -189,6 +191,33 @@ def test_equal_layers_are_equal_pieces() -> None:
     single = cut(nine(32, "fp32"))
     assert {form.type for form in single.forms} == {SINGLE}
     assert len(single.forms) <= 4 and len(single.pieces) == 33
+
+
+def test_scores_of_a_long_prompt_lie_in_memory_one_chunk_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The 9B's attention makes 268 MB of fp32 scores for 1,024 rows, in 4 chunks."""
+    parts = cut(nine(4, "fp16", "prefill", 1024))
+    _, size = layout(parts.pieces, parts.crossing)
+    assert size < 200_000_000
+    monkeypatch.setattr(pieces, "LARGE", 1 << 60)
+    parts = cut(nine(4, "fp16", "prefill", 1024))
+    _, size = layout(parts.pieces, parts.crossing)
+    assert size > 500_000_000, "or chunks are not what makes the difference"
+
+
+def test_pieces_of_chunks_leave_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows in 4 chunks, scaled down."""
+    monkeypatch.setattr(prefill, "ATTENTION_SCORES", 16 * 133 * 2)
+    model = tiny.__wrapped__("fp16")[0]["prefill"]
+    plain = cut(model)
+    monkeypatch.setattr(pieces, "LARGE", 16 * 133)
+    parts = cut(model)
+    assert len(parts.pieces) == len(plain.pieces) + 6
+    feeds = random_feeds(model, 64)
+    wanted = whole(Plain, model, feeds)
+    found = in_pieces(Plain, parts, feeds, list(wanted))
+    assert [n for n in wanted if wanted[n].tobytes() != found[n].tobytes()] == []
 
 
 def test_what_no_layer_shares_is_shared_by_nothing() -> None:
@@ -287,10 +316,10 @@ def test_another_cut_is_another_version() -> None:
     said = Contents(
         tuple(f.type for f in parts.forms), (1,) * len(forms), parts.pieces, parts.crossing
     )
-    told = (forms, list(PINS), CONVERTED, ALIKE, TACTICS_8, WEAK_LEVEL)
+    told = (forms, list(PINS), CONVERTED, ALIKE, TACTICS_8, WEAK_LEVEL, pieces.LARGE)
     file = packed(said, [b"x"] * len(forms))
     digest = hashlib.sha256(f"{told}".encode() + file).hexdigest()[:16]
-    assert {VERSION: digest} == {1: "1870a62ff3e61d47"}
+    assert {VERSION: digest} == {2: "424555898513321e"}
 
 
 # --- the file ----------------------------------------------------------------------------------
