@@ -133,7 +133,7 @@ def test_ort_series(
 
 
 def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stage on 8.6 over stand-ins for TensorRT and CUDA, the second one with other pins."""
+    """Every stage on 8.6 over stand-ins for TensorRT and CUDA, and one of them with other pins."""
     pair = write_pair(tmp_path, layers=4, aux=[0, 1, 3], dtype="fp16", draft_sizes={"head_dim": 32})
     options = ("--capacity", "64", "--aux-layers", "0,1,3", "--prefill", "0", "--debug", "logits")
     bundle = exported(pair, tmp_path / "b", *options, "--no-mtp")
@@ -142,31 +142,37 @@ def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qwen_9b, "configs", lambda layers: tiny())
     monkeypatch.setattr(trt_series, "copy_bandwidth", lambda memory: 1e12)
     monkeypatch.setattr(trt_series, "NEW_TOKENS", 8)
-    words = ["trt_series", str(tmp_path / "out"), "--bundle", f"toy={bundle},{recording}"]
-    words += ["--layers", "4", "--pins", "build", "none", "--contexts"]
-    names = ("build", "parity", "chains", "aliasing", "baked")
-    words += [
-        "--only",
-        ",".join(["device", "delta", "mlp", "nine-4", *(f"toy-{n}" for n in names)]),
-    ]
-    with standins(STANDIN_VERSION="8.6.0"):
-        monkeypatch.setattr(sys, "argv", words)
-        assert trt_series.main() == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    monkeypatch.setattr(trt_series, "RUNS", 2)
+    out = tmp_path / "out"
+
+    def series(*words: str) -> dict[str, Any]:
+        given = ["--bundle", f"toy={bundle},{recording}", "--layers", "4", *words]
+        monkeypatch.setattr(sys, "argv", ["trt_series", str(out), *given])
+        with standins(STANDIN_VERSION="8.6.0"):
+            assert trt_series.main() == 0
+        found: dict[str, Any] = json.loads((out / "results.json").read_text())
+        return found
+
+    series("--only", "device,delta,mlp,nine-4,toy-build,toy-parity,toy-chains,toy-aliasing")
+    found = series("--only", "delta,toy-baked", "--pins", "none", "--contexts")
     assert found["device"]["tensorrt"] == "8.6.0"
-    for variant in ("", "@none"):
-        assert found[f"toy-build{variant}"]["trunk.plan"]["pieces"][0]["kinds"]
-        assert found[f"toy-parity{variant}"]["passed"]
-        assert all(found[f"toy-chains{variant}"]["prompt0"].values())
-        assert not any(found[f"toy-aliasing{variant}"]["differ"].values())
-        for name in ("delta", "mlp", "nine-4"):
-            pieces = found[f"{name}{variant}"]["pieces"]["each"]
-            assert sum(row["runs"] for row in pieces) > len(pieces) > 5
-            pins = {(row["piece"][:4], row["pins"]) for row in pieces}
-            assert pins == {("fp16", "none" if variant else "sums"), ("fp16", ""), ("fp32", "")}
-        plan = tmp_path / "out" / "delta" / (variant[1:] or "build") / "trunk.plan"
-        assert trt_series.number("infinite") == float("inf")
-        assert (b'"pinned": [["HALF", "FLOAT"]' in plan.read_bytes()) == (not variant)
+    assert found["toy-build"]["trunk.plan"]["pieces"][0]["kinds"]
+    assert found["toy-parity"]["passed"]
+    assert all(found["toy-chains"]["prompt0"].values())
+    assert not any(found["toy-aliasing"]["differ"].values())
+    for name in ("delta", "mlp", "nine-4", "delta@none"):
+        pieces = found[name]["pieces"]["each"]
+        assert sum(row["runs"] for row in pieces) > len(pieces) > 5
+        pins = {(row["piece"][:4], row["pins"]) for row in pieces}
+        half = "none" if name == "delta@none" else "sums"
+        assert pins == {("fp16", half), ("fp16", ""), ("fp32", "")}
+    for variant in ("build", "none"):
+        plan = (out / "delta" / variant / "trunk.plan").read_bytes()
+        assert (b'"pinned": [["HALF", "FLOAT"]' in plan) == (variant == "build")
+
+
+def test_a_distance_that_is_not_finite_is_a_number() -> None:
+    assert trt_series.number("infinite") == float("inf")
 
 
 @pytest.mark.parametrize("script", [prefill_series, ort_series])

@@ -62,6 +62,7 @@ POSITION = 1000
 VARIANT = trt_variant.__file__
 PROMPTS = ([5, 9, 2], [7, 7, 7, 1, 30, 4, 12, 3], list(range(40, 57)))
 NEW_TOKENS = 48
+RUNS = 40  # by the clock
 
 
 class Series(Steps):
@@ -198,7 +199,7 @@ class Series(Steps):
             chain = engines.chain()
             engines.memory.synchronize()
             opened = time.monotonic() - begin
-            timed = clock(engines.memory, chain._ladder.rung.trunk[0].run, 40).to_json()
+            timed = clock(engines.memory, chain._ladder.rung.trunk[0].run, RUNS).to_json()
             found[weights] = {
                 "build": report,
                 "open_s": opened,
@@ -261,9 +262,9 @@ class Series(Steps):
         stands = {k: Stand(sessions, options.capacity, k, POSITION) for k in (0, 4)}
         found: dict[str, Any] = {}
         for k, stand in stands.items():
-            parts = {name: stand.part(name, 40).to_json() for name in stand.parts}
-            parts["round"] = stand.whole(40).to_json()
-            parts["host_ms"] = stand.host(40)
+            parts = {name: stand.part(name, RUNS).to_json() for name in stand.parts}
+            parts["round"] = stand.whole(RUNS).to_json()
+            parts["host_ms"] = stand.host(RUNS)
             found[f"k{k}"] = parts
         step = found["k0"]["plain"]["median_ms"]
         found["TBps_of_weights"] = moved / step * 1e3 / 1e12
@@ -291,7 +292,7 @@ class Series(Steps):
             work()
             steps = [step for step in engine.steps if step.plan == plan]
             read = [sizes[n] for step in steps for n in step.names.values() if n in sizes]
-            total = clock(memory, work, 20).median * 1e3
+            total = clock(memory, work, RUNS).median * 1e3
             row = {"us": round(total, 1), "runs": len(steps), "us_a_run": total / len(steps)}
             if weights := weight_bytes(read):
                 row["TBps_of_weights"] = weights / total * 1e6 / 1e12
@@ -344,7 +345,7 @@ class Series(Steps):
         tensors = buffers(session, in_place=True)
         fill_states([(p, [tensors[p.input]]) for p in session.spec.states])
         binding = session.bind(tensors)
-        timed = clock(memory, binding.run, 60)
+        timed = clock(memory, binding.run, RUNS)
         moved = weight_bytes(session.engine.weights)
         return {
             "layer_us": timed.median / layers * 1e3,
