@@ -75,6 +75,7 @@ def test_prefill_series(
     words = ["--only", "layers,prompts", "--rows", "32,16", "--tokens", "35", "--capacity", "40"]
     words += ["--runs", "1", "--graphs", "--dtype", "fp32", "--library", str(library)]
     words += ["--profiles", "ort-fused,ort-stock,ort-cuda"]
+    monkeypatch.setattr(prefill_series, "RUNS", 2)
     code, found = run(monkeypatch, prefill_series, tmp_path / "prefill.json", *words)
     assert code == 0
     for profile in ("ort-fused", "ort-stock", "ort-cuda"):

@@ -69,6 +69,7 @@ from tests.gpu.steps import Steps
 
 SHAPES = "qwen3.5-9b"
 WIDTH = 5
+RUNS = 20  # of a layer, by the clock
 WIDE = ("prefill", "draft_prefill")
 started = subprocess.run
 
@@ -218,12 +219,12 @@ class Series(Steps):
             }
             tensors["rows"].write(rows)
             session.graphs = False
-            taken[False, count] = clock(memory, session.bind(tensors).run, 20).median
+            taken[False, count] = clock(memory, session.bind(tensors).run, RUNS).median
             if given.graphs and "replayed" not in found:
                 session.graphs = True
                 try:
                     with graphs_or_failure():
-                        taken[True, count] = clock(memory, session.bind(tensors).run, 20).median
+                        taken[True, count] = clock(memory, session.bind(tensors).run, RUNS).median
                 except Exception as error:  # what is not replayed is worth knowing without
                     found["replayed"] = failure(error)
         for replayed, name in ((False, "layer_ms"), (True, "layer_replayed_ms")):
