@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.pieces import HALF, SINGLE, Piece
-from eagle_chain.engines.spec import ITEM_BYTES, TensorSpec
+from eagle_chain.engines.spec import ALIGNMENT, ITEM_BYTES, TensorSpec
 from eagle_chain.engines.strict_json import decode, encode
 
 MAGIC = b"eagle-chain pieces\n"
 LARGEST_HEADER = 1 << 26  # bytes; a trunk of 32 layers has a hundred thousand
-BETWEEN = 256  # bytes: where a tensor may begin
 IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs by name
 _LENGTH = struct.Struct("<Q")
 
@@ -145,7 +144,7 @@ def layout(pieces: Iterable[Piece], crossing: Iterable[TensorSpec]) -> tuple[dic
             if offset + tensor.nbytes <= a:
                 break
             offset = max(offset, b)
-        end = -(-(offset + tensor.nbytes) // BETWEEN) * BETWEEN
+        end = -(-(offset + tensor.nbytes) // ALIGNMENT) * ALIGNMENT
         offsets[tensor.name] = offset
         placed.append((begin, until, offset, end))
     return offsets, max((end for *_, end in placed), default=0)

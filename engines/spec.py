@@ -16,6 +16,7 @@ DEBUG_OUTPUTS = ("logits", "S_rows")
 PREFILL_STEP = 32  # rows of the smallest chunk of the delta rule
 # Attention of many rows in primitives takes so many scores at a time (fp32: 128 MB).
 ATTENTION_SCORES = 32 * 1024 * 1024
+ALIGNMENT = 256  # bytes; what TensorRT asks of a tensor address
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int32": 4, "int8": 1}
 
 

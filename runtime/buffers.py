@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.spec import ALIGNMENT, TensorSpec
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "fp32": np.float32,
@@ -22,7 +22,6 @@ NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "int32": np.int32,
     "int8": np.int8,
 }
-ALIGNMENT = 256  # bytes; what TensorRT asks of a tensor address
 
 
 class Buffer(Protocol):

@@ -20,8 +20,8 @@ from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.memory import LIBRARIES, check_load
 from eagle_chain.engines.plan_file import IO, DamagedError, interface, layout, unpacked
 from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
-from eagle_chain.engines.spec import EngineSpec
-from eagle_chain.runtime.buffers import ALIGNMENT, Buffer
+from eagle_chain.engines.spec import ALIGNMENT, EngineSpec
+from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaError, CudaMemory, Replay
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import upload

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.spec import EngineSpec, StatePair, TensorSpec
-from eagle_chain.runtime.buffers import ALIGNMENT, HostMemory
+from eagle_chain.engines.spec import ALIGNMENT, EngineSpec, StatePair, TensorSpec
+from eagle_chain.runtime.buffers import HostMemory
 from eagle_chain.runtime.session import check_tensors
 
 MEMORY = HostMemory()

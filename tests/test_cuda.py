@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from eagle_chain.engines.errors import InputError
-from eagle_chain.engines.spec import TensorSpec
+from eagle_chain.engines.spec import ALIGNMENT, TensorSpec
 from eagle_chain.runtime import dlpack
-from eagle_chain.runtime.buffers import ALIGNMENT, Buffer, Memory
+from eagle_chain.runtime.buffers import Buffer, Memory
 from eagle_chain.runtime.cuda import (
     STAGING_BYTES,
     CudaBuffer,
