@@ -21,7 +21,7 @@ import pytest
 from eagle_chain.engines.cli import main as command
 from eagle_chain.export import graph, shapes
 from tests import qwen_9b
-from tests.gpu import ort_series, prefill_series, trt_series
+from tests.gpu import ort_series, prefill_series, trt_forms, trt_series
 from tests.ort_host import gpu_on_host
 from tests.standin import standins
 from tests.test_ort_cuda import MaskedTrunk
@@ -154,13 +154,17 @@ def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found: dict[str, Any] = json.loads((out / "results.json").read_text())
         return found
 
-    series("--only", "device,delta,mlp,nine-4,toy-build,toy-parity,toy-chains,toy-aliasing")
+    monkeypatch.setattr(trt_forms, "SIZES", (64, 96))
+    forms = [f"mlp-{form}" for form in trt_forms.FORMS]
+    bundles = [f"toy-{stage}" for stage in ("build", "parity", "chains", "aliasing")]
+    series("--only", ",".join(["device", "delta", "mlp", "nine-4", *forms, *bundles]))
     found = series("--only", "delta,toy-baked", "--pins", "none", "--contexts")
     assert found["device"]["tensorrt"] == "8.6.0"
     assert found["toy-build"]["trunk.plan"]["pieces"][0]["kinds"]
     assert found["toy-parity"]["passed"]
     assert all(found["toy-chains"]["prompt0"].values())
     assert not any(found["toy-aliasing"]["differ"].values())
+    assert all(found[form]["error"] < 2e-3 for form in forms)
     for name in ("delta", "mlp", "nine-4", "delta@none"):
         pieces = found[name]["pieces"]["each"]
         assert sum(row["runs"] for row in pieces) > len(pieces) > 5

@@ -20,6 +20,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from eagle_chain.engines.flavours import load_flavour
 from eagle_chain.engines.graphs import bound_graph
 from eagle_chain.engines.manifest import Manifest, Plan
 from eagle_chain.engines.plans import layer_dtypes
-from eagle_chain.engines.spec import Options
+from eagle_chain.engines.spec import EngineSpec, Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.runtime import trt
@@ -54,8 +55,9 @@ from eagle_chain.runtime.measure import (
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.trt import TrtBinding, TrtEngine, TrtSession, open_sessions
 from tests import qwen_9b
-from tests.gpu import trt_variant
+from tests.gpu import trt_forms, trt_variant
 from tests.gpu.steps import Stage, Steps, chosen
+from tests.gpu.trt_forms import FORMS
 from tests.gpu.trt_variant import VARIANTS
 
 POSITION = 1000
@@ -231,11 +233,19 @@ class Series(Steps):
             inputs = (*specs[engine].all_inputs, *weights)
             plan = str(folder / f"{engine}.plan")
             jobs.append(Job(engine, str(graph), plan, inputs, specs[engine].all_outputs))
+        memory, sessions, built = self.opened(folder, jobs, specs)
+        self.inspected = folder / "trunk.layers.json"
+        return memory, sessions, built
+
+    def opened(
+        self, folder: Path, jobs: list[Job], specs: Mapping[str, EngineSpec]
+    ) -> tuple[CudaMemory, dict[str, TrtSession], dict[str, Any]]:
+        """Sessions of graphs, built unless their plans are there, and what building them told."""
         flavour = load_flavour("tensorrt")
         cache = str(self.out / "timing.cache")
-        request = Request("tensorrt", tuple(jobs), level=self.level, timing_cache=cache)
-        missing = [job for job in jobs if not Path(job.plan).exists()]
-        built = compile_all(dataclasses.replace(request, jobs=tuple(missing)), folder)
+        missing = tuple(job for job in jobs if not Path(job.plan).exists())
+        request = Request("tensorrt", missing, level=self.level, timing_cache=cache)
+        built = compile_all(request, folder)
         memory = CudaMemory()
         sessions = {}
         for job in jobs:
@@ -249,7 +259,6 @@ class Series(Steps):
             session.engine.bound = {t.name: made[t] for t in session.engine.weights}  # type: ignore[misc]
         for engine, report in built.items():
             report |= layer_report(folder / f"{engine}.layers.json")
-        self.inspected = folder / "trunk.layers.json"
         return memory, sessions, built
 
     def nine(self, layers: int, dtype: str = "fp16") -> Any:
@@ -335,6 +344,31 @@ class Series(Steps):
         )
         draft = dataclasses.replace(draft, vocab_size=512, draft_vocab_size=256)
         return self.per_layer("mlp", (trunk, draft), 4)
+
+    def form(self, form: str) -> Any:
+        """One MLP of the 9B's widths in one of its forms: time, kernels, distance from float64."""
+        model, spec, weights = trt_forms.mlp(form)
+        folder = self.out / f"mlp-{form}" / self.pins
+        folder.mkdir(parents=True, exist_ok=True)
+        graph, plan = (folder / f"mlp.{end}" for end in ("onnx", "plan"))
+        graph.write_bytes(model.SerializeToString())
+        job = Job("mlp", str(graph), str(plan), (*spec.inputs, *weights), spec.outputs)
+        memory, sessions, built = self.opened(folder, [job], {"mlp": spec})
+        session = sessions["mlp"]
+        tensors = buffers(session, in_place=False)
+        random = np.random.default_rng(0)
+        tensors["x"].write(random.standard_normal(tensors["x"].spec.shape))
+        if "order" in tensors:
+            tensors["order"].write(np.arange(trt_forms.ROWS))
+        binding = session.bind(tensors)
+        timed = clock(memory, binding.run, RUNS)
+        held = {**tensors, **session.engine.bound}
+        return {
+            "us": timed.median * 1e3,
+            "TBps_of_weights": weight_bytes(session.engine.weights) / timed.median * 1e3 / 1e12,
+            "error": trt_forms.error(form, {name: b.read() for name, b in held.items()}),
+            "built": built,
+        }
 
     def per_layer(self, name: str, configs: tuple[TrunkConfig, DraftConfig], layers: int) -> Any:
         """Time a trunk and divide."""
@@ -467,6 +501,7 @@ def main() -> int:
         ]
     stages += [("delta", s.delta, 20), ("mlp", s.mlp, 20)]
     stages += [(f"nine-{n}", lambda n=n: s.nine(n), 40) for n in arguments.layers]
+    stages += [(f"mlp-{form}", lambda f=form: s.form(f), 20) for form in FORMS]
     wanted = chosen(parser, arguments.only, stages)
     for series.pins in arguments.pins:
         for name, work, needs in wanted:
