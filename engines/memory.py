@@ -111,8 +111,8 @@ def check_load(
     weights: int,
     free: int,
     device: str,
+    backend: str = "",
     *,
-    libraries: int = 0,
     quantised: bool = True,
 ) -> None:
     """Refuse, before anything is uploaded, what this device cannot hold even at first.
@@ -122,7 +122,7 @@ def check_load(
         weights: Bytes of all weights as they are uploaded.
         free: Bytes that nobody uses on the device before an engine is loaded.
         device: Its name.
-        libraries: Of the backend, see `LIBRARIES`.
+        backend: Whose libraries come on top, see `LIBRARIES`.
         quantised: Whether the engines could have KV in ggml's types there.
 
     Raises:
@@ -132,7 +132,7 @@ def check_load(
     def first(specs: Mapping[str, EngineSpec], options: Options) -> Needs:
         return next(iter(chain_needs(specs, options, manifest.trunk).values()))
 
-    needs = first(manifest.specs, manifest.options)
+    needs, libraries = first(manifest.specs, manifest.options), LIBRARIES.get(backend, 0)
     lacking = weights + libraries + needs.total - free
     if lacking <= 0:
         return

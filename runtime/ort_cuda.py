@@ -17,7 +17,7 @@ from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.kernel_library import build_cuda, cache_folder
 from eagle_chain.engines.manifest import Manifest, Weight
-from eagle_chain.engines.memory import LIBRARIES, check_load
+from eagle_chain.engines.memory import check_load
 from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.cuda import CudaBuffer, CudaMemory, Replay
@@ -25,7 +25,6 @@ from eagle_chain.runtime.ort import onnxruntime, placed, weight_inputs
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import blocks, converted, upload
 
-BACKEND = "onnxruntime-cuda"
 WARM_UP = 2  # plain runs before a capture: ONNX Runtime allocates and picks algorithms in them
 
 
@@ -176,8 +175,8 @@ def open_sessions(folder: Path, manifest: Manifest) -> tuple[CudaMemory, dict[st
     free = memory.free_bytes()
     sessions = without_weights(folder, manifest.specs, manifest.options, memory)
     wanted = dict.fromkeys(t for session in sessions.values() for t in session.weights)
-    uploaded, libraries = sum(tensor.nbytes for tensor in wanted), LIBRARIES.get(BACKEND, 0)
-    check_load(manifest, uploaded, free, memory.info.name, libraries=libraries)
+    uploaded = sum(tensor.nbytes for tensor in wanted)
+    check_load(manifest, uploaded, free, memory.info.name, "onnxruntime-cuda")
     forms = {tensor: Derived.parse(tensor.name) for tensor in wanted}
     stored = [tensor for tensor, form in forms.items() if form is None]
     made: dict[TensorSpec, Buffer] = {**upload(folder, manifest.weights, stored, memory)}

@@ -17,7 +17,7 @@ from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import Flavour, load_flavour, logger
 from eagle_chain.engines.gpu import device_info
 from eagle_chain.engines.manifest import Manifest, Plan
-from eagle_chain.engines.memory import LIBRARIES, check_load
+from eagle_chain.engines.memory import check_load
 from eagle_chain.engines.plan_file import IO, DamagedError, interface, layout, unpacked
 from eagle_chain.engines.plans import build_command, check_plan, find_plans, machine
 from eagle_chain.engines.spec import ALIGNMENT, EngineSpec
@@ -299,7 +299,7 @@ def open_sessions(
         sum(spec.nbytes for spec in wanted),
         free,
         memory.info.name,
-        libraries=LIBRARIES.get(backend, 0),
+        backend,
         quantised=flavour.strongly_typed,
     )
     uploaded = upload(folder, manifest.weights, sorted(wanted, key=lambda t: t.name), memory)

@@ -201,9 +201,9 @@ def test_libraries_count_where_they_were_measured(monkeypatch: pytest.MonkeyPatc
     )
     assert not any("libraries" in line for line in before)
     needed = report["chain"]["4096"]["total"]
-    check_load(manifest, 1000, 1000 + size + needed, "GPU", libraries=size)
+    check_load(manifest, 1000, 1000 + size + needed, "GPU", "onnxruntime-cuda")
     with pytest.raises(InputError, match=r"take 1\.0 kB, GPU libraries 500\.0 MB and a chain"):
-        check_load(manifest, 1001, 1000 + size + needed, "GPU", libraries=size)
+        check_load(manifest, 1001, 1000 + size + needed, "GPU", "onnxruntime-cuda")
 
 
 def kv_bytes(manifest: Manifest) -> Held:
