@@ -189,11 +189,11 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     """
     rows, item = max(options.width, options.prefill), ITEM_BYTES[options.dtype]
     wide = 3 * trunk.intermediate_size + 4 * trunk.hidden_size
-    linear = trunk.conv_channels * (item + 3 * 4)
-    linear += 6 * 4 * trunk.linear_value_heads * (trunk.linear_value_dim + 64)
-    linear *= rows
     if options.profile == "ort-fused":
-        linear = rows * _prompt_row(trunk, item, features) + prompt_scratch(trunk, rows)
+        linear = rows * _linear_row(trunk, item, features) + prompt_scratch(trunk, rows)
+    else:
+        heads = trunk.linear_value_heads * (trunk.linear_value_dim + 64)
+        linear = rows * (trunk.conv_channels * (item + 3 * 4) + 6 * 4 * heads)
     scores = trunk.attention_heads * rows * options.kv_rows
     attention = 3 * 4 * min(scores, ATTENTION_SCORES)
     own_kernels = options.profile == "ort-fused" and not options.prefill
@@ -205,8 +205,8 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     return max(rows * wide * item, linear, attention, logits)
 
 
-def _prompt_row(trunk: TrunkConfig, item: int, features: int) -> int:
-    """Bytes of a row beside that: projections, result, residual, features so far."""
+def _linear_row(trunk: TrunkConfig, item: int, features: int) -> int:
+    """Bytes of a row in a linear layer of `ort-fused`: projections, result, residual, features."""
     values = trunk.linear_value_heads * (trunk.linear_value_dim + 1)
     return item * (trunk.conv_channels + 2 * values + trunk.hidden_size + features)
 
