@@ -23,6 +23,7 @@ from eagle_chain.runtime.tolerances import (
     CHOSEN,
     DRAFTED,
     NEAR_TIE,
+    OWN_NEAR_TIE,
     Tolerance,
     kind_of,
     limits_of,
@@ -262,16 +263,16 @@ class Comparison:
     def _choices(self, output: _Output, own: Array | None) -> bool:
         """Chosen ids: the same, or another one whose logit is all but the same; whether one is.
 
-        `own` are the engine's logits, if it gives them: how far off they are says what a tie is.
+        `own` are the engine's logits, if it gives them.
         """
         call, got = output.call, output.got
         logits = call.outputs["logits"]
         verdict = self._verdict(output)
         verdict.calls += 1
-        limit = tolerance(self._limits, "logits").error
+        limit = NEAR_TIE * tolerance(self._limits, "logits").error
         if own is not None:
-            limit = min(limit, 2 * distance(own[: len(got)], logits[: len(got)]).error)
-        limit *= NEAR_TIE
+            error = distance(own[: len(got)], logits[: len(got)]).error
+            limit = min(limit, OWN_NEAR_TIE * error)
         wrong = np.flatnonzero(got != output.want)
         for row in wrong:
             second, first = np.partition(logits[row], -2)[-2:]

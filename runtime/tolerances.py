@@ -8,7 +8,9 @@ from eagle_chain.engines.kv import is_quantised
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.runtime.kv_planes import plane_of
 
-NEAR_TIE = 4  # a choice may trail by so many times the error of logits, over their typical size
+# A choice may trail the best by so many times the error of logits, over their typical size:
+NEAR_TIE = 4  # of the error that is allowed,
+OWN_NEAR_TIE = 8  # and of that of the engine's own logits, where it gives them
 CHOICES = ("next_ids", "token")  # ids that are an argmax
 DRAFTED = ("token",)  # of them, those that went through d2t: they do not index the logits
 CHOSEN = ("accepted", "pending", "next_kept", "next_position")  # what follows from `next_ids`
