@@ -111,8 +111,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if arguments.text and arguments.shapes:
         raise InputError("random weights accept nothing: --text needs a BUNDLE")
     _settle_shapes(arguments)
-    if arguments.plot:
-        check_plot(arguments.plot)  # now, not after the minutes that measuring takes
+    check_plot(arguments.plot)  # now, not after the minutes that measuring takes
     prompts = _prompts(arguments) if arguments.text else []
     with ExitStack() as stack, phases("measuring") as show:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

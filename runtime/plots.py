@@ -28,13 +28,15 @@ def pyplot() -> Any:
     return importlib.import_module("matplotlib.pyplot")
 
 
-def check_plot(path: Path) -> None:
-    """Refuse, before long work, a file that `save` could not write.
+def check_plot(path: Path | None) -> None:
+    """Refuse, before long work, a file that `save` could not write, if one is asked for.
 
     Raises:
         InputError: matplotlib is missing, there is no such folder, it may not be
             written, or the ending is no picture's.
     """
+    if path is None:
+        return
     pyplot()
     if not path.parent.is_dir():
         raise InputError(f"{path}: the plot cannot be written: there is no folder {path.parent}")

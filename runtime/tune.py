@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     text = read_text(arguments.text)
     manifest = Manifest.load(arguments.bundle)
     draft, backend = _checked(arguments, manifest)
-    if arguments.plot is not None:
-        check_plot(arguments.plot)  # now, not after the minutes that tuning takes
+    check_plot(arguments.plot)  # now, not after the minutes that tuning takes
     prompts = _different_prompts(arguments, text)
     print(f"text      {text.path}: {text.kind}, SHA-256 {text.sha256[:12]}")
     print(
