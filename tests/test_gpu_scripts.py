@@ -6,7 +6,6 @@ failure; the times mean nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -27,33 +26,14 @@ from tests.standin import standins
 from tests.test_ort_cuda import MaskedTrunk
 from tests.toy_pair import exported, write_pair
 
-TINY = {
-    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64},
-    **{"attention_heads": 2, "kv_heads": 1, "head_dim": 64, "rotary_dim": 16},
-}
-LINEAR = {
-    **{"linear_key_heads": 1, "linear_value_heads": 2},
-    **{"linear_key_dim": 16, "linear_value_dim": 8},
-}
-LAYERS = (*["linear_attention"] * 3, "full_attention")
-
-
-def tiny(_: str = "") -> Any:
-    """Trunk and draft in sizes that every operator takes."""
-    trunk, draft = REAL(shapes.NAMES[0])
-    trunk = dataclasses.replace(trunk, layer_types=LAYERS, **TINY, **LINEAR)
-    more = {"trunk_hidden_size": 64, "aux_layers": (0, 1, 2), "draft_vocab_size": 64}
-    return trunk, dataclasses.replace(draft, **TINY | more)
-
-
-REAL = shapes.configs
+PAIR = qwen_9b.tiny()
 
 
 @pytest.fixture
 def gpu(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for module in (shapes, prefill_series):
-        monkeypatch.setattr(module, "configs", tiny)
-    monkeypatch.setattr(ort_series, "published", tiny)
+        monkeypatch.setattr(module, "configs", lambda name: PAIR)
+    monkeypatch.setattr(ort_series, "published", lambda name: PAIR)
     monkeypatch.setitem(graph.TRUNKS, "ort-cuda", MaskedTrunk)
     monkeypatch.setattr(subprocess, "run", prefill_series.written_here)
     with gpu_on_host(library) as runtime:
@@ -140,7 +120,7 @@ def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = exported(pair, tmp_path / "b", *options, "--no-mtp")
     recording = tmp_path / "recording"
     assert command(["record", str(bundle), "-o", str(recording), "--part"]) == 0
-    monkeypatch.setattr(qwen_9b, "configs", lambda layers: tiny())
+    monkeypatch.setattr(qwen_9b, "configs", lambda layers: PAIR)
     monkeypatch.setattr(trt_series, "copy_bandwidth", lambda memory: 1e12)
     monkeypatch.setattr(trt_series, "NEW_TOKENS", 8)
     monkeypatch.setattr(trt_series, "RUNS", 2)

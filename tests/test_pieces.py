@@ -38,7 +38,7 @@ from eagle_chain.engines.plan_file import (
     unpacked,
 )
 from eagle_chain.engines.precision import ALIKE, CONVERTED, PINS
-from eagle_chain.engines.spec import EngineSpec, Options, TensorSpec
+from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export import prefill
 from eagle_chain.export.graph import build_graphs
 from tests import qwen_9b
@@ -108,36 +108,27 @@ def random_feeds(model: onnx.ModelProto, width: int) -> Arrays:
     return feeds
 
 
-TINY = {
-    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64},
-    **{"attention_heads": 2, "kv_heads": 1, "head_dim": 64, "rotary_dim": 16},
-}
-
-
 @cache
-def tiny(dtype: str) -> tuple[dict[str, onnx.ModelProto], dict[str, EngineSpec]]:
+def tiny(dtype: str) -> dict[str, onnx.ModelProto]:
     """All graphs of a small pair, their weights bound."""
-    trunk, draft = qwen_9b.configs(4)
-    sizes = {"linear_key_heads": 1, "linear_value_heads": 2}
-    trunk = dataclasses.replace(trunk, **TINY, **sizes, linear_key_dim=16, linear_value_dim=8)
-    draft = dataclasses.replace(draft, **TINY, trunk_hidden_size=64, draft_vocab_size=64)
-    return bound(trunk, draft, Options(5, 128, dtype, prefill=64, debug=("logits", "S_rows")))
+    options = Options(5, 128, dtype, prefill=64, debug=("logits", "S_rows"))
+    return bound(*qwen_9b.tiny(), options)
 
 
 def bound(
     trunk: TrunkConfig, draft: DraftConfig, options: Options, only: tuple[str, ...] = ()
-) -> tuple[dict[str, onnx.ModelProto], dict[str, EngineSpec]]:
+) -> dict[str, onnx.ModelProto]:
     specs = engine_specs(trunk, draft, options, mtp=True)
     weights = qwen_9b.weights(trunk, draft)
     models = build_graphs(trunk, draft, weights, options, mtp=True, only=only)
-    return {n: bound_graph(m, specs[n], options.dtype)[0] for n, m in models.items()}, specs
+    return {n: bound_graph(m, specs[n], options.dtype)[0] for n, m in models.items()}
 
 
 @cache
 def nine(layers: int, dtype: str, engine: str = "trunk", prompt: int = 256) -> onnx.ModelProto:
     """A graph of the 9B's widths."""
     options = Options(5, 4096, dtype, prefill=prompt)
-    return bound(*qwen_9b.configs(layers), options, (engine,))[0][engine]
+    return bound(*qwen_9b.configs(layers), options, (engine,))[engine]
 
 
 ENGINES = (
@@ -149,7 +140,7 @@ ENGINES = (
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pieces_leave_the_bits_of_the_whole(engine: str, dtype: str) -> None:
-    model = tiny(dtype)[0][engine]
+    model = tiny(dtype)[engine]
     feeds = random_feeds(model, 64 if "prefill" in engine else 5)
     run = session if dtype == "fp32" else Plain
     wanted = whole(run, model, feeds)
@@ -164,7 +155,7 @@ def test_a_piece_has_one_float_type(engine: str) -> None:
 
     And nothing but what an engine may have crosses a border.
     """
-    parts = cut(tiny("fp16")[0][engine])
+    parts = cut(tiny("fp16")[engine])
     for form in parts.forms:
         model = onnx.load_from_string(form.model)
         onnx.checker.check_model(model, full_check=True)
@@ -209,7 +200,7 @@ def test_scores_of_a_long_prompt_lie_in_memory_one_chunk_at_a_time(
 def test_pieces_of_chunks_leave_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 rows in 4 chunks, scaled down."""
     monkeypatch.setattr(prefill, "ATTENTION_SCORES", 16 * 133 * 2)
-    model = tiny.__wrapped__("fp16")[0]["prefill"]
+    model = tiny.__wrapped__("fp16")["prefill"]
     plain = cut(model)
     monkeypatch.setattr(pieces, "LARGE", 16 * 133)
     parts = cut(model)
@@ -222,7 +213,7 @@ def test_pieces_of_chunks_leave_the_bits_of_the_whole(monkeypatch: pytest.Monkey
 
 def test_what_no_layer_shares_is_shared_by_nothing() -> None:
     """A constant, an attribute, a shape or a type that differs makes another piece."""
-    model = tiny("fp16")[0]["trunk"]
+    model = tiny("fp16")["trunk"]
     forms = len(cut(model).forms)
     other = onnx.ModelProto()
     other.CopyFrom(model)
@@ -233,7 +224,7 @@ def test_what_no_layer_shares_is_shared_by_nothing() -> None:
 
 def test_a_product_that_leaves_a_half_piece_may_be_summed_in_fp32() -> None:
     """The encoder is one: its output is fp16, the product before it need not be."""
-    [form] = cut(tiny("fp16")[0]["encoder"]).forms
+    [form] = cut(tiny("fp16")["encoder"]).forms
     kinds = [node.op_type for node in onnx.load_from_string(form.model).graph.node]
     assert form.type == HALF and kinds == ["Gemm", "Identity"]
 
@@ -259,7 +250,7 @@ def test_every_piece_goes_through_a_real_parser_and_builder(engine: str, tmp_pat
     flavour = load_flavour("tensorrt-rtx")
     compiler = Compiler(Request("tensorrt-rtx", (), ("8.9",)), flavour, lambda message: None)
     graph, plan = tmp_path / "piece.onnx", tmp_path / "piece.plan"
-    for model in (nine(4, "fp16", engine), tiny("fp16")[0][engine]):
+    for model in (nine(4, "fp16", engine), tiny("fp16")[engine]):
         for form in cut(model).forms:
             graph.write_bytes(form.model)
             job = Job(form.title, str(graph), str(plan), form.inputs, form.outputs)
@@ -327,7 +318,7 @@ def test_another_cut_is_another_version() -> None:
 
 def contents() -> tuple[Contents, list[bytes]]:
     """A file of a real cut, with short plans."""
-    parts = cut(tiny("fp16")[0]["trunk"])
+    parts = cut(tiny("fp16")["trunk"])
     plans = [b"plan %d" % i for i in range(len(parts.forms))]
     types = tuple(form.type for form in parts.forms)
     sizes = tuple(map(len, plans))
@@ -391,7 +382,7 @@ def test_what_cannot_run_is_refused(words: str) -> None:
 
 
 def test_the_interface_is_that_of_the_graph() -> None:
-    model = tiny("fp16")[0]["trunk"]
+    model = tiny("fp16")["trunk"]
     parts = cut(model)
     ios = [
         ({t.name: t for t in form.inputs}, {t.name: t for t in form.outputs})
