@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.pieces import HALF, SINGLE, Piece
 from eagle_chain.engines.spec import ALIGNMENT, ITEM_BYTES, TensorSpec
-from eagle_chain.engines.strict_json import decode, encode
+from eagle_chain.engines.strict_json import decode, encode, shown
 
 MAGIC = b"eagle-chain pieces\n"
-LARGEST_HEADER = 1 << 26  # bytes; a trunk of 32 layers has a hundred thousand
+LARGEST_HEADER = 1 << 22  # bytes; a trunk of 32 layers has a hundred thousand
 IO = tuple[dict[str, TensorSpec], dict[str, TensorSpec]]  # inputs and outputs by name
 _LENGTH = struct.Struct("<Q")
 
@@ -35,12 +36,14 @@ class Contents:
     @property
     def runs(self) -> tuple[int, ...]:
         """How often each plan runs."""
-        return tuple(sum(piece.form == i for piece in self.pieces) for i in range(len(self.types)))
+        counts = Counter(piece.form for piece in self.pieces)
+        return tuple(counts[i] for i in range(len(self.types)))
 
 
 def packed(contents: Contents, plans: Sequence[bytes | memoryview]) -> bytes:
     """The content of a file."""
     header = json.dumps(encode(contents)).encode()
+    assert len(header) <= LARGEST_HEADER, "what is written can be read"
     return b"".join([MAGIC, _LENGTH.pack(len(header)), header, *plans])
 
 
@@ -78,23 +81,23 @@ def _check(contents: Contents) -> None:
     for tensor in contents.crossing:
         if tensor.dtype not in ITEM_BYTES or min(tensor.shape, default=1) <= 0:
             raise DamagedError(
-                f"has the tensor {tensor.name} of {tensor.dtype} {list(tensor.shape)}"
+                f"has a tensor that is {shown(encode(tensor))}, which no engine can have"
             )
     read: set[str] = set()
     written: set[str] = set()
     for piece in contents.pieces:
         if not 0 <= piece.form < len(contents.types):
             raise DamagedError(f"has a piece of plan {piece.form}, and {len(contents.types)} plans")
-        early = crossing.keys() & set(piece.inputs) - written
-        again = set(piece.outputs) & (written | read)
+        early = {name for name in piece.inputs if name in crossing and name not in written}
+        again = {name for name in piece.outputs if name in written or name in read}
         if early or again or len(set(piece.outputs)) != len(piece.outputs):
             raise DamagedError(
-                f"has a piece whose tensors are in disorder: {sorted(early | again)}"
+                f"has a piece whose tensors are in disorder: {shown(sorted(early | again))}"
             )
         read |= set(piece.inputs)
         written |= set(piece.outputs)
     if lacking := crossing.keys() - written:
-        raise DamagedError(f"has tensors that no piece writes: {sorted(lacking)}")
+        raise DamagedError(f"has tensors that no piece writes: {shown(sorted(lacking))}")
 
 
 def interface(contents: Contents, plans: Sequence[IO]) -> IO:
@@ -116,7 +119,7 @@ def interface(contents: Contents, plans: Sequence[IO]) -> IO:
                 spec = TensorSpec(name, plain.dtype, plain.shape)
                 if known.setdefault(name, spec) != spec:
                     raise DamagedError(
-                        f"has two plans for which {name} is of another dtype or shape"
+                        f"has two plans for which {shown(name)} is of another dtype or shape"
                     )
                 if name not in inside and (side or name not in found[1]):
                     found[side][name] = spec
@@ -134,11 +137,11 @@ def layout(pieces: Iterable[Piece], crossing: Iterable[TensorSpec]) -> tuple[dic
         for name in (*piece.inputs, *piece.outputs):
             first.setdefault(name, number)
             last[name] = number
-    placed: list[tuple[int, int, int, int]] = []  # first and last piece, begin, end
+    placed: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by piece: what is taken then
     offsets: dict[str, int] = {}
     for tensor in sorted(crossing, key=lambda t: -t.nbytes):
-        begin, until = first[tensor.name], last[tensor.name]
-        beside = sorted((a, b) for f, u, a, b in placed if f <= until and begin <= u)
+        alive = range(first[tensor.name], last[tensor.name] + 1)
+        beside = sorted({span for number in alive for span in placed[number]})
         offset = 0
         for a, b in beside:
             if offset + tensor.nbytes <= a:
@@ -146,5 +149,6 @@ def layout(pieces: Iterable[Piece], crossing: Iterable[TensorSpec]) -> tuple[dic
             offset = max(offset, b)
         end = -(-(offset + tensor.nbytes) // ALIGNMENT) * ALIGNMENT
         offsets[tensor.name] = offset
-        placed.append((begin, until, offset, end))
-    return offsets, max((end for *_, end in placed), default=0)
+        for number in alive:
+            placed[number].append((offset, end))
+    return offsets, max((end for spans in placed.values() for _, end in spans), default=0)

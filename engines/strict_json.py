@@ -111,7 +111,7 @@ def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
 def _object(value: Any, where: str, names: Iterable[str] | None = None) -> dict[str, Any]:
     """A JSON object, with exactly these keys if any are given."""
     if not isinstance(value, dict):
-        raise InputError(f"{where} is {shown(value)}, expected an object")
+        raise InputError(f"{where or 'the top level'} is {shown(value)}, expected an object")
     wanted = value.keys() if names is None else set(names)
     faults = [("lacks", wanted - value.keys()), ("has the unknown key", value.keys() - wanted)]
     text = " and ".join(f"{verb} {listed(keys)}" for verb, keys in faults if keys)

@@ -38,6 +38,7 @@ from typing import Any
 from eagle_chain.engines.cli import main
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import MANIFEST
+from eagle_chain.engines.plan_file import MAGIC
 from eagle_chain.runtime import chat, open_engines
 from eagle_chain.runtime.tokenizer import Tokenizer
 from tests.faults import SMALL, SMALL_DRAFT, contents, fork_compilers
@@ -156,6 +157,16 @@ def damaged_weights(rng: random.Random, content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
+def damaged_pieces(rng: random.Random, content: bytes) -> bytes:
+    """A file of pieces whose header is another one, now and then its length or its plans."""
+    begin = len(MAGIC) + 8
+    end = begin + int.from_bytes(content[len(MAGIC) : begin], "little")
+    if rng.random() < 0.2:
+        return other_bytes(rng, content)
+    header = damaged_json(rng, content[begin:end])
+    return MAGIC + len(header).to_bytes(8, "little") + header + content[end:]
+
+
 def damaged_template(rng: random.Random, content: bytes) -> bytes:
     """A chat template with pieces of templates in it, or made of nothing else."""
     text = content.decode() if rng.random() < 0.5 else ""
@@ -246,6 +257,13 @@ def loaded_forged(folder: Path) -> int:
     """A plan with its hash."""
     rehashed(folder, "plans", f"{PLANS.removeprefix('bundle/')}/encoder.plan")
     return loaded(folder)
+
+
+def loaded_forged_pieces(folder: Path) -> int:
+    """A plan in pieces with its hash, by TensorRT 8.6."""
+    rehashed(folder, "plans", f"{PLANS_8.removeprefix('bundle/')}/trunk.plan")
+    with standins(STANDIN_VERSION="8.6.1"):
+        return loaded(folder)
 
 
 def built(folder: Path, *words: str) -> int:
@@ -377,6 +395,7 @@ class Target:
 
 TRUNK, BUNDLE = "trunk/model.safetensors", "bundle/tokenizer"
 PLANS = "bundle/plans/tensorrt-10.9.0.34-Stand-in-GPU"
+PLANS_8 = "bundle/plans/tensorrt-8.6.1-Stand-in-GPU"
 TARGETS: dict[str, Target] = {
     "config of the trunk": Target("trunk/config.json", damaged_json, exported),
     "config of the draft": Target("draft/config.json", damaged_json, exported),
@@ -390,6 +409,7 @@ TARGETS: dict[str, Target] = {
     "plan": Target(f"{PLANS}/encoder.plan", other_bytes, loaded),
     "plan, built again": Target(f"{PLANS}/encoder.plan", other_bytes, built),
     "plan, forged hash": Target(f"{PLANS}/encoder.plan", other_bytes, loaded_forged),
+    "pieces, forged hash": Target(f"{PLANS_8}/trunk.plan", damaged_pieces, loaded_forged_pieces),
     "timing cache": Target(f"{PLANS}.timing.cache", other_bytes, rebuilt),
     "layers of a plan": Target(f"{PLANS}/trunk.layers.json", damaged_json, inspected),
     "tokenizer": Target(f"{BUNDLE}/tokenizer.json", damaged_json, tokenized),
@@ -409,6 +429,8 @@ def make_world(folder: Path) -> None:
     write_pair(folder / "sharded", shards=3, **sizes)
     assert export(folder, folder / "bundle") == 0
     assert main(["build", str(folder / "bundle")]) == 0
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(folder / "bundle")]) == 0
     (folder / "request.json").write_text(json.dumps(REQUEST))
     text = "A text with ümlauts, 日本語 and 👩‍👩‍👧.\n" * 3
     for name, content in (("prompt.txt", "héllo, 日本\n"), ("text.txt", text)):

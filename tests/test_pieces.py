@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from eagle_chain.engines.flavours import load_flavour
 from eagle_chain.engines.graphs import bound_graph
 from eagle_chain.engines.pieces import HALF, SINGLE, VERSION, Cut, Piece, cut
 from eagle_chain.engines.plan_file import (
+    MAGIC,
     Contents,
     DamagedError,
     interface,
@@ -367,7 +369,9 @@ DISORDER = {
     "tensors are in disorder": lambda c: {"pieces": c.pieces[::-1]},
     "two tensors of one name": lambda c: {"crossing": (*c.crossing, c.crossing[0])},
     "that no piece writes": lambda c: {"crossing": (*c.crossing, TensorSpec("x", "fp32", (1,)))},
-    "the tensor x of bool": lambda c: {"crossing": (*c.crossing, TensorSpec("x", "bool", (1,)))},
+    r'\["x", "bool", \[1\]\], which no engine can have': lambda c: {
+        "crossing": (*c.crossing, TensorSpec("x", "bool", (1,)))
+    },
     "its plans end at": lambda c: {"sizes": (*c.sizes[:-1], c.sizes[-1] + 1)},
     "or of no type": lambda c: {"types": c.types[:-1]},
 }
@@ -379,6 +383,29 @@ def test_what_cannot_run_is_refused(words: str) -> None:
     wrong = dataclasses.replace(said, **DISORDER[words](said))
     with pytest.raises(DamagedError, match=words):
         unpacked(memoryview(packed(wrong, plans)))
+
+
+def test_a_forged_header_of_any_size_is_one_short_sentence_in_time() -> None:
+    """Each made what follows take minutes, gigabytes or screens."""
+    begin = time.monotonic()
+    many = range(16_000)
+    tensors = tuple(TensorSpec(f"t{i}", "fp32", (1,)) for i in many)
+    steps = tuple(Piece(i, (f"t{i - 1}",) if i else (), (f"t{i}",)) for i in many)
+    said = Contents(("fp32",) * len(many), (1,) * len(many), steps, tensors)
+    found, _ = unpacked(memoryview(packed(said, [b"x"] * len(many))))
+    assert set(found.runs) == {1} and layout(found.pieces, found.crossing)[1] == 512
+    for content in (b"[" + b"[]," * 10_000_000 + b"[]]", b"[" * 100_000, b'{"a":' * 100_000):
+        data = MAGIC + len(content).to_bytes(8, "little") + content
+        with pytest.raises(DamagedError) as error:
+            unpacked(memoryview(data))
+        assert len(str(error.value)) < 300
+    unwritten = dataclasses.replace(said, crossing=(*tensors, TensorSpec("x" * 99_999, "fp32", ())))
+    backwards = dataclasses.replace(said, pieces=steps[::-1])
+    for wrong in (unwritten, backwards):
+        with pytest.raises(DamagedError) as error:
+            unpacked(memoryview(packed(wrong, [b"x"] * len(many))))
+        assert len(str(error.value)) < 300
+    assert time.monotonic() - begin < 20
 
 
 def test_the_interface_is_that_of_the_graph() -> None:
