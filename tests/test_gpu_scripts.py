@@ -33,7 +33,7 @@ PAIR = qwen_9b.tiny()
 def gpu(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for module in (shapes, prefill_series):
         monkeypatch.setattr(module, "configs", lambda name: PAIR)
-    monkeypatch.setattr(ort_series, "published", lambda name: PAIR)
+    monkeypatch.setattr(qwen_9b, "configs", lambda layers: PAIR)
     monkeypatch.setitem(graph.TRUNKS, "ort-cuda", MaskedTrunk)
     monkeypatch.setattr(subprocess, "run", prefill_series.written_here)
     with gpu_on_host(library) as runtime:

@@ -38,8 +38,6 @@ from eagle_chain.engines.derived import Derived
 from eagle_chain.engines.kernel_library import build_cuda
 from eagle_chain.engines.spec import Options, TensorSpec
 from eagle_chain.export.graph import build_graphs
-from eagle_chain.export.shapes import configs as published
-from eagle_chain.export.shapes import stored as stored_weights
 from eagle_chain.runtime import verify
 from eagle_chain.runtime.buffers import Buffer, HostMemory, Memory
 from eagle_chain.runtime.cache import Cache
@@ -61,6 +59,7 @@ from eagle_chain.runtime.prompts import cut_prompts, read_text
 from eagle_chain.runtime.stand import Stand
 from eagle_chain.runtime.tokenizer import Tokenizer
 from eagle_chain.runtime.weights import from_bf16, to_bf16
+from tests import qwen_9b
 from tests.gpu.steps import Stage, Steps, chosen
 from tests.told import Plan, table_spec, told_graphs, told_specs
 
@@ -68,20 +67,9 @@ ROOT = Path(__file__).resolve().parents[2]
 POSITION = 1000
 
 
-def nine_b(layers: int = 32) -> tuple[TrunkConfig, DraftConfig]:
-    """The 9B's shapes, or its first layers with features from the first three."""
-    trunk, draft = published("qwen3.5-9b")
-    if layers == 32:
-        return trunk, draft
-    return (
-        dataclasses.replace(trunk, layer_types=trunk.layer_types[:layers]),
-        dataclasses.replace(draft, aux_layers=(0, 1, 2)),
-    )
-
-
 def small_configs() -> tuple[TrunkConfig, DraftConfig]:
     """Eight layers in sizes that every kernel of the 9B takes, heads and dims all unlike."""
-    trunk, draft = nine_b(8)
+    trunk, draft = qwen_9b.configs(8)
     trunk = dataclasses.replace(
         trunk,
         vocab_size=1536,
@@ -148,7 +136,7 @@ class Bench:
         engines: tuple[str, ...] = ("trunk", "encoder", "draft", "draft_step"),
     ) -> None:
         self.memory, self.options, self.configs = memory, options, configs
-        table = stored_weights(*configs)
+        table = qwen_9b.weights(*configs)
         models = build_graphs(*configs, table, options)
         specs = engine_specs(*configs, options)
         self.sessions: dict[str, Any] = {}
@@ -196,7 +184,7 @@ def stored_values(configs: tuple[TrunkConfig, DraftConfig]) -> dict[str, np.ndar
     """A lively small model, every value exact in bf16 so that all dtypes hold the same one."""
     random = np.random.default_rng(0)
     stored = {}
-    for name, weight in stored_weights(*configs).items():
+    for name, weight in qwen_9b.weights(*configs).items():
         if name.endswith(("d2t", "t2d")):
             stored[name] = np.zeros(weight.shape, np.float32)
             continue
@@ -412,7 +400,7 @@ class Series(Steps):
         options = Options(width, capacity, dtype, profile)
         bench = Bench(
             self.memory,
-            configs or nine_b(),
+            configs or qwen_9b.configs(),
             options,
             self.library,
             graphs=graphs,
@@ -521,7 +509,7 @@ class Series(Steps):
 
     def exact_slice(self, profile: str, dtype: str, layers: int = 8, prompts: int = 12) -> Any:
         """Random layers of the 9B's widths, told rounds; prompts are short, as it soon repeats."""
-        configs, options = nine_b(layers), Options(5, 512, dtype, profile, ("logits",))
+        configs, options = qwen_9b.configs(layers), Options(5, 512, dtype, profile, ("logits",))
         bench = Bench(self.memory, configs, options, self.library, engines=("trunk",))
         bench.give(random_tensors(bench.wanted, self.memory))
         sessions = told_sessions(self.memory, engine_specs(*configs, options), options)
@@ -601,7 +589,7 @@ class Series(Steps):
     def slice_rows(self, profile: str, dtype: str) -> Any:
         """Row invariance on four layers of the 9B, random weights, capacity 4096."""
         os.environ["EAGLE_CHAIN_DEPENDENT_LAUNCH"] = "1"
-        configs = nine_b(4)
+        configs = qwen_9b.configs(4)
         options = Options(5, 4096, dtype, profile, ("logits",))
         bench = Bench(self.memory, configs, options, self.library, engines=("trunk",))
         bench.give(random_tensors(bench.wanted, self.memory))
