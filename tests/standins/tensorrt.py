@@ -294,16 +294,8 @@ class Builder:
 
 class Inspector:
     def get_engine_information(self, form):
-        return json.dumps(
-            {
-                "Layers": [
-                    {
-                        **{"Name": "all", "LayerType": "all"},
-                        "Outputs": [{"Format/Datatype": "Row major linear FP32"}],
-                    }
-                ]
-            }
-        )
+        written = [{"Format/Datatype": "Row major linear FP32"}]
+        return json.dumps({"Layers": [{"Name": "all", "LayerType": "all", "Outputs": written}]})
 
 
 class Runtime:
