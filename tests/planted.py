@@ -1,14 +1,33 @@
-"""Faults planted in an exported graph; each function changes a model in place and says nothing."""
+"""Faults planted in exported graphs; an edit changes a model in place and says nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from eagle_chain.engines.integrity import file_hash
+from eagle_chain.engines.manifest import Manifest
+
 Edit = Callable[[ModelProto], None]
+
+
+def plant(bundle: Path, graph: str, edit: Edit) -> None:
+    """Change a graph of a bundle on disk, and make the manifest agree with the file."""
+    path, manifest = bundle / graph, Manifest.load(bundle)
+    model = onnx.load(str(path), load_external_data=False)
+    edit(model)
+    onnx.save(model, str(path))
+    replace(manifest, graphs={**manifest.graphs, graph: file_hash(path)}).save(bundle)
+
+
+def head_rows(order: Sequence[int], dim: int, first: int = 0) -> list[int]:
+    """Rows of a projection whose heads come in another order, behind `first` others."""
+    return [*range(first), *(first + h * dim + i for h in order for i in range(dim))]
 
 
 def nodes_before(model: ModelProto, name: str, nodes: Sequence[NodeProto], result: str) -> None:

@@ -40,6 +40,7 @@ from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
 from eagle_chain.runtime import open_engines
 from tests import qwen_9b
+from tests.planted import plant
 from tests.standin import FOLDER, standins
 from tests.toy_pair import exported, write_pair
 
@@ -190,18 +191,15 @@ def test_a_graph_that_cannot_be_parsed_is_named(
 
 
 def add_node(bundle: Path, graph: str, op_type: str, domain: str) -> None:
-    """Put a node in front of the first output, and make the manifest agree with the file."""
-    from eagle_chain.engines.integrity import file_hash
+    """Put a node in front of the first output."""
 
-    model = onnx.load(str(bundle / graph), load_external_data=False)
-    last = model.graph.node[-1]
-    last.output[0], output = "before", last.output[0]
-    node = onnx.helper.make_node(op_type, ["before"], [output], name="odd one", domain=domain)
-    model.graph.node.append(node)
-    (bundle / graph).write_bytes(model.SerializeToString())
-    data = json.loads((bundle / "manifest.json").read_text())
-    data["graphs"][graph] = file_hash(bundle / graph)
-    (bundle / "manifest.json").write_text(json.dumps(data))
+    def edit(model: onnx.ModelProto) -> None:
+        last = model.graph.node[-1]
+        last.output[0], output = "before", last.output[0]
+        node = onnx.helper.make_node(op_type, ["before"], [output], name="odd one", domain=domain)
+        model.graph.node.append(node)
+
+    plant(bundle, graph, edit)
 
 
 def test_an_operator_of_another_runtime_is_refused_before_anything_is_built(

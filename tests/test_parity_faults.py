@@ -19,7 +19,6 @@ import onnx
 import pytest
 
 from eagle_chain.engines.cli import main
-from eagle_chain.engines.integrity import file_hash
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.export.graph import build_graphs
@@ -31,8 +30,10 @@ from tests.bound_engine import Array, BoundSession, Buffers, read_graph, stored_
 from tests.planted import (
     Edit,
     exchanged,
+    head_rows,
     kept_off,
     permuted,
+    plant,
     rounded,
     scaled,
     tf32,
@@ -227,11 +228,6 @@ KEYS, DV = 2 * 2 * 16, 24
 TILED = [h for group in range(2) for h in (group, group + 2)]  # value head h reads key head h % 2
 
 
-def rows(order: list[int], dim: int, first: int = 0) -> list[int]:
-    """Rows of a projection whose heads come in another order, behind `first` others."""
-    return [*range(first), *(first + h * dim + i for h in order for i in range(dim))]
-
-
 def queries_then_gates() -> list[int]:
     """Per head query rows then gate rows, read as all queries and then all gates."""
     return [half * 128 + head * 32 + i for head in range(4) for half in (0, 1) for i in range(32)]
@@ -240,32 +236,35 @@ def queries_then_gates() -> list[int]:
 LINEAR, FULL = "layers.1.linear_attn", "layers.3.self_attn"
 GRAPH_FAULTS: dict[str, tuple[Edit, str]] = {  # -> what must show it first
     "value heads tiled in v": (
-        permuted(f"{LINEAR}.in_proj_qkv.weight", rows(TILED, DV, KEYS)),
+        permuted(f"{LINEAR}.in_proj_qkv.weight", head_rows(TILED, DV, KEYS)),
         "layers.1.log_delta",
     ),
     "value heads tiled in z": (
-        permuted(f"{LINEAR}.in_proj_z.weight", rows(TILED, DV)),
+        permuted(f"{LINEAR}.in_proj_z.weight", head_rows(TILED, DV)),
         "features (layer 1)",
     ),
     "value heads tiled in A_log": (permuted(f"{LINEAR}.A_log", TILED), "layers.1.log_de"),
     "key heads swapped": (
         permuted(
             f"{LINEAR}.in_proj_qkv.weight",
-            [*range(32), *rows([1, 0], 16, 32)[32:], *range(KEYS, KEYS + 96)],
+            [*range(32), *head_rows([1, 0], 16, 32)[32:], *range(KEYS, KEYS + 96)],
         ),
         "layers.1.log_key",
     ),
     "query heads swapped": (
-        permuted(f"{FULL}.q_proj.weight", rows([1, 0, 2, 3], 64)),
+        permuted(f"{FULL}.q_proj.weight", head_rows([1, 0, 2, 3], 64)),
         "features (layer 3)",
     ),
-    "KV heads swapped": (permuted(f"{FULL}.v_proj.weight", rows([1, 0], 32)), "layers.3.value"),
+    "KV heads swapped": (
+        permuted(f"{FULL}.v_proj.weight", head_rows([1, 0], 32)),
+        "layers.3.value",
+    ),
     "all queries, then all gates": (
         permuted(f"{FULL}.q_proj.weight", queries_then_gates()),
         "features (layer 3)",
     ),
     "gates before queries": (
-        permuted(f"{FULL}.q_proj.weight", rows([1, 0, 3, 2, 5, 4, 7, 6], 32)),
+        permuted(f"{FULL}.q_proj.weight", head_rows([1, 0, 3, 2, 5, 4, 7, 6], 32)),
         "features (layer 3)",
     ),
     "conv taps reversed": (
@@ -422,7 +421,7 @@ DRAFT_FAULTS: dict[str, tuple[str, Edit, str]] = {  # -> engine, and what must s
     ),
     "query heads tiled": (
         "draft",
-        permuted(f"{D}.self_attn.q_proj.weight", rows([0, 4, 1, 5, 2, 6, 3, 7], 16)),
+        permuted(f"{D}.self_attn.q_proj.weight", head_rows([0, 4, 1, 5, 2, 6, 3, 7], 16)),
         "g_next",
     ),
     "1 + w": ("draft", with_plus_one(f"{D}.hidden_norm.weight"), "draft.key"),
@@ -447,11 +446,7 @@ def test_the_command_finds_a_fault(
     edit, first = GRAPH_FAULTS[name]
     bundle = bench.bundle.with_name(tmp_path.name)  # its links are relative
     shutil.copytree(bench.bundle, bundle, symlinks=True)
-    model = read_graph(bundle, "trunk")
-    edit(model)
-    onnx.save(model, str(bundle / "trunk.onnx"))
-    graphs = {**bench.manifest.graphs, "trunk.onnx": file_hash(bundle / "trunk.onnx")}
-    replace(bench.manifest, graphs=graphs).save(bundle)
+    plant(bundle, "trunk.onnx", edit)
     capsys.readouterr()
     assert main(["parity", str(bundle), "--load", str(bench.folder), "--json"]) == 1
     printed = capsys.readouterr()

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import onnx
 import pytest
 from torch import Tensor
 
 from eagle_chain.engines.cli import main
-from eagle_chain.engines.integrity import file_hash
 from eagle_chain.engines.manifest import Manifest
 from eagle_chain.engines.recording import read_calls, read_index
 from eagle_chain.export import teacher
@@ -25,8 +23,7 @@ from eagle_chain.export.reference import Weights
 from eagle_chain.runtime.comparison import Comparison
 from eagle_chain.runtime.load import Engines
 from eagle_chain.runtime.player import Player
-from tests.bound_engine import read_graph
-from tests.planted import Edit, permuted
+from tests.planted import Edit, head_rows, permuted, plant
 from tests.torch_engine import torch_engines
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -82,11 +79,6 @@ def test_limits_hold_what_rounding_does(bundles: Bundles, kv: str, dtype: str) -
     assert not [(v.engine, v.tensor, v.worst, v.failed) for v in comparison.ordered() if v.failed]
 
 
-def heads(order: Sequence[int], dim: int, first: int = 0) -> list[int]:
-    """Rows of a projection whose heads come in another order, behind `first` others."""
-    return [*range(first), *(first + h * dim + i for h in order for i in range(dim))]
-
-
 def scaled(weight: Tensor) -> Tensor:
     return weight * 1.1
 
@@ -109,17 +101,17 @@ TILED = [0, 2, 1, 3]
 FAULTS: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[str, str]]] = {
     "value heads tiled in v": (
         "layers.4.linear_attn.in_proj_qkv.weight",
-        reordered(heads(TILED, 128, 2 * 2 * 128)),
+        reordered(head_rows(TILED, 128, 2 * 2 * 128)),
         ("trunk", "layers.4.log_delta"),
     ),
     "query heads swapped": (
         "layers.3.self_attn.q_proj.weight",
-        reordered(heads([2, 3, 0, 1], 2 * 64)),
+        reordered(head_rows([2, 3, 0, 1], 2 * 64)),
         ("trunk", "features (layer 3)"),
     ),
     "KV heads swapped": (
         "layers.7.self_attn.v_proj.weight",
-        reordered(heads([1, 0], 64)),
+        reordered(head_rows([1, 0], 64)),
         ("trunk", "layers.7.value"),
     ),
     "w for 1 + w": (
@@ -149,7 +141,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[str, str]]] = {
     ),
     "query heads of the draft tiled": (
         "midlayer.self_attn.q_proj.weight",
-        reordered(heads(TILED, 64)),
+        reordered(head_rows(TILED, 64)),
         ("draft", "g_next"),
     ),
     "d2t one on": ("d2t", one_on, ("draft_step", "token")),
@@ -197,9 +189,12 @@ def test_aux_layers_off_by_one(bundles: Bundles, dtype: str, shift: int) -> None
 FULL = "layers.3.self_attn"
 GRAPH_FAULTS: dict[str, tuple[Edit | None, str]] = {
     "none": (None, ""),
-    "KV heads swapped": (permuted(f"{FULL}.v_proj.weight", heads([1, 0], 64)), "layers.3.value"),
+    "KV heads swapped": (
+        permuted(f"{FULL}.v_proj.weight", head_rows([1, 0], 64)),
+        "layers.3.value",
+    ),
     "query heads swapped": (
-        permuted(f"{FULL}.q_proj.weight", heads([2, 3, 0, 1], 2 * 64)),
+        permuted(f"{FULL}.q_proj.weight", head_rows([2, 3, 0, 1], 2 * 64)),
         "features (layer 3)",
     ),
 }
@@ -215,11 +210,7 @@ def test_the_command_tells_rounding_from_a_fault(
     bundle = right.with_name(name.replace(" ", "-"))  # its links are relative
     shutil.copytree(right, bundle, symlinks=True)
     if edit is not None:
-        model, manifest = read_graph(bundle, "trunk"), Manifest.load(bundle)
-        edit(model)
-        onnx.save(model, str(bundle / "trunk.onnx"))
-        graphs = {**manifest.graphs, "trunk.onnx": file_hash(bundle / "trunk.onnx")}
-        replace(manifest, graphs=graphs).save(bundle)
+        plant(bundle, "trunk.onnx", edit)
     capsys.readouterr()
     code = main(["parity", str(bundle), "--load", str(recording), "--json"])
     report = json.loads(capsys.readouterr().out)
