@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from eagle_chain.engines.cli import main
+from eagle_chain.engines.compiler import engine_io
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest, Weight
 from eagle_chain.engines.spec import TensorSpec
@@ -128,6 +129,59 @@ def test_pieces_of_fp16_agree_with_themselves(
         memory, sessions = open_sessions(copy, Manifest.load(copy), "tensorrt", graphs=False)
         ungraphed = dataclasses.replace(engines, memory=memory, sessions=sessions)
         assert tokens(ungraphed.chain(ahead=False), k=4) == plain
+
+
+class Poisoned(TrtBinding):
+    """A binding in whose scratch memory is nothing but what some step has still to read."""
+
+    def _enqueue(self) -> None:
+        self._poison(self._scratch.address, self._scratch.spec.nbytes)
+        super()._enqueue()
+        self._poison(self._scratch.address, self._scratch.spec.nbytes)
+
+    def _run_step(self, number: int) -> None:
+        super()._run_step(number)
+        engine, start = self._engine, self._scratch.address
+        self._poison(start, engine.between_at)
+        later = {name for step in engine.steps[number + 1 :] for name in step.names.values()}
+        step = engine.steps[number]
+        for own, name in step.names.items():
+            if name in engine.between and name not in later:
+                spec = engine_io(engine.flavour.trt, engine.plans[step.plan])
+                size = (spec[0] | spec[1])[own].nbytes
+                self._poison(start + engine.between_at + engine.between[name], size)
+
+    def _poison(self, address: int, size: int) -> None:
+        self._memory.cuda("cudaMemsetAsync", address, 0xFF, size, self._memory.stream)
+
+
+def test_8_6_reads_nothing_in_scratch_memory_but_what_was_just_written(
+    tmp_path: Path,
+    bundle: Path,
+    reference: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two chains on one stream and one on another, in turn, everything as late as it may be."""
+    copy = edit(bundle, tmp_path)
+    with standins(STANDIN_VERSION="8.6.1") as cuda:
+        assert main(["build", str(copy), *BUILD]) == 0
+        monkeypatch.setattr(trt, "TrtBinding", Poisoned)
+        cuda.DEVICE.late = True
+        engines, memory = open_engines(copy, "tensorrt"), CudaMemory()
+        sessions = {
+            n: s.on(memory) for n, s in engines.sessions.items() if isinstance(s, TrtSession)
+        }
+        beside = dataclasses.replace(engines, memory=memory, sessions=sessions)
+        chains = [engines.chain(), engines.chain(ahead=False), beside.chain()]
+        for _ in range(2):
+            requests = [c.stream(PROMPT, max_new_tokens=30, k=4, stop_ids=()) for c in chains]
+            assert [*zip(*requests, strict=True)] == [(token,) * 3 for token in reference[4]]
+        before = chains[0].snapshot()
+        more = tokens(chains[0], [before.counters.pending or 0, 9], count=8, append=True)
+        tokens(chains[0], [9, 9, 9], count=8)
+        chains[0].rollback(before)
+        again = [before.counters.pending or 0, 9]
+        assert tokens(chains[0], again, count=8, append=True) == more
 
 
 @pytest.mark.parametrize(

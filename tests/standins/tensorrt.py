@@ -399,6 +399,7 @@ class Context:
     def work(self, addresses):
         engine = self.engine
         self.runs += 1
+        ctypes.memset(self.memory, 0xFF, getattr(engine, SCRATCH))  # it is for the engine to use
         feeds = {name: self.array(name, addresses).copy() for name in engine.inputs}
         values = engine.session.run(list(engine.outputs), feeds)
         for name, value in zip(engine.outputs, values, strict=True):
@@ -412,6 +413,7 @@ class Context:
         return np.frombuffer(block, dtype).reshape(tensor.shape)
 
 
+SCRATCH = "device_memory_size" if OLD else "device_memory_size_v2"
 if OLD:  # what came later
     del ExecutionContextAllocationStrategy, IProgressMonitor
     del Engine.device_memory_size_v2, Context.set_device_memory
