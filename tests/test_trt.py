@@ -46,6 +46,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle
 
 
+@pytest.fixture(scope="module")
+def in_pieces(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with plans in pieces."""
+    copy = edit(bundle, tmp_path_factory.mktemp("pieces"))
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(copy), *BUILD]) == 0
+    return copy
+
+
 @pytest.fixture
 def cuda() -> Iterator[Any]:
     with standins() as runtime:
@@ -156,18 +165,13 @@ class Poisoned(TrtBinding):
 
 
 def test_8_6_reads_nothing_in_scratch_memory_but_what_was_just_written(
-    tmp_path: Path,
-    bundle: Path,
-    reference: dict[int, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    in_pieces: Path, reference: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two chains on one stream and one on another, in turn, everything as late as it may be."""
-    copy = edit(bundle, tmp_path)
     with standins(STANDIN_VERSION="8.6.1") as cuda:
-        assert main(["build", str(copy), *BUILD]) == 0
         monkeypatch.setattr(trt, "TrtBinding", Poisoned)
         cuda.DEVICE.late = True
-        engines, memory = open_engines(copy, "tensorrt"), CudaMemory()
+        engines, memory = open_engines(in_pieces, "tensorrt"), CudaMemory()
         sessions = {
             n: s.on(memory) for n, s in engines.sessions.items() if isinstance(s, TrtSession)
         }
@@ -190,18 +194,17 @@ def test_8_6_reads_nothing_in_scratch_memory_but_what_was_just_written(
         (lambda data: data[:100], r"has a header of \d+ bytes in a file of 100"),
         (lambda data: data[: len(data) // 2], "its plans end at"),
         (lambda data: b"ftrt" + data, "does not begin as a file of pieces does"),
-        (lambda data: data.replace(b'"fp32"', b'"fp3X"', 1), "cannot load|expected|has "),
-        (lambda data: data.replace(b'"o', b'"i', 1), "has "),
-        (lambda data: data.replace(b"val_", b"vax_", 1), "has "),
+        (lambda data: data.replace(b'"fp32"', b'"fp3X"', 1), "plans .* of no type"),
+        (lambda data: data.replace(b'"outputs"', b'"iutputs"', 1), "the unknown key iutputs"),
+        (lambda data: data.replace(b"val_", b"vax_", 1), "tensors are in disorder: .*val_"),
     ],
 )
 def test_a_damaged_file_of_pieces_is_one_sentence(
-    tmp_path: Path, bundle: Path, damage: Any, words: str
+    tmp_path: Path, in_pieces: Path, damage: Any, words: str
 ) -> None:
     """Even one whose hash is right."""
-    copy = edit(bundle, tmp_path)
+    copy = edit(in_pieces, tmp_path)
     with standins(STANDIN_VERSION="8.6.1"):
-        assert main(["build", str(copy), *BUILD]) == 0
         path = next(copy.rglob("tensorrt-8.6.1*/trunk.plan"))
         data = json.loads((copy / "manifest.json").read_text())
         path.write_bytes(damage(path.read_bytes()))
