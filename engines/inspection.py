@@ -187,7 +187,7 @@ def print_bundle(manifest: Manifest, report: dict[str, Any]) -> None:
         if plan["layers"]:
             counts = (f"{count} {dtype}" for dtype, count in plan["layers"].items())
             print(f"         layers by what they write: {', '.join(counts)}")
-        if len(plan["pieces"]) > 1 or sum(plan["pieces"]) > 1:
+        if sum(plan["pieces"]) > 1:
             pieces = counted(len(plan["pieces"]), "distinct piece")
             print(f"         {pieces}, {counted(sum(plan['pieces']), 'run')} a call")
     if not report["plans"]:
