@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_chain.engines.bound import as_exported
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.files import read_plain
 from eagle_chain.engines.flavours import Flavour, dtype_names, load_flavour, logger
@@ -118,7 +119,8 @@ class Compiler:
         """The graph as pieces of one float type, each distinct one compiled once."""
         import onnx
 
-        parts = cut(onnx.load(job.graph, load_external_data=False))
+        with as_exported(f"{job.name}.onnx"):
+            parts = cut(onnx.load(job.graph, load_external_data=False))
         plans: list[memoryview] = []
         back: list[_Back] = []
         reports = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,13 +81,13 @@ class TrtEngine:
         return found
 
     def _load_pieces(self, path: Path, data: Any, command: str) -> IO:
-        with memoryview(data) as view:
+        with memoryview(data) as view, ExitStack() as held:
             try:
                 contents, spans = unpacked(view)
-                plans = [bytes(span) for span in spans]
                 for span in spans:
-                    span.release()
-                found = interface(contents, [self._load(path, p, command) for p in plans])
+                    held.enter_context(span)  # the file stays mapped while anything refers to it
+                ios = [self._load(path, bytes(span), command) for span in spans]
+                found = interface(contents, ios)
             except DamagedError as error:
                 raise InputError(f"{path}: {error}; build it again: {command} --force") from None
         self.steps += [Step(piece.form, piece.names()) for piece in contents.pieces]

@@ -653,6 +653,19 @@ def test_a_piece_that_8_6_cannot_build_is_named(
     assert not (bundle / "plans").exists() or not list((bundle / "plans").glob("tensorrt*"))
 
 
+def test_a_forged_graph_that_cannot_be_cut_is_one_sentence(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It reads what nothing writes: a traceback of the compiler before."""
+    bundle = export(pair, tmp_path / "b")
+    forged(bundle, lambda content: content.replace(b"features", b"featurez", 1))
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(bundle)]) == 2
+    error = capsys.readouterr().err
+    assert "encoder.onnx: not a graph that export writes" in error
+    assert error.count("eagle-chain: ") == 1 and "ended its process" not in error
+
+
 def test_8_6_rebuilds_what_another_version_cut(
     pair: tuple[Path, Path],
     tmp_path: Path,

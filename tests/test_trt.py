@@ -10,6 +10,8 @@ import dataclasses
 import gc
 import hashlib
 import json
+import mmap
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,13 @@ from eagle_chain.engines.cli import main
 from eagle_chain.engines.compiler import engine_io
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.manifest import Manifest, Weight
+from eagle_chain.engines.pieces import Piece
+from eagle_chain.engines.plan_file import Contents, packed
 from eagle_chain.engines.spec import TensorSpec
 from eagle_chain.runtime import Engines, open_engines, trt
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory
-from eagle_chain.runtime.trt import TrtBinding, TrtSession, open_sessions
+from eagle_chain.runtime.trt import TrtBinding, TrtEngine, TrtSession, open_sessions
 from eagle_chain.runtime.weights import blocks, converted
 from tests.standin import standins
 from tests.toy_pair import exported, write_pair
@@ -399,6 +403,37 @@ def test_a_plan_that_does_not_load_gives_tensorrts_words(
     words = r"cannot load it: magic tag does not match; build it again: eagle-chain build"
     with standins(), pytest.raises(InputError, match=words):
         open_sessions(bundle, Manifest.load(bundle), "tensorrt")
+
+
+def test_pieces_that_do_not_load_give_tensorrts_words(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = edit(bundle, tmp_path)
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(copy), *BUILD]) == 0
+        monkeypatch.setenv("STANDIN_LOAD", "none")
+        with pytest.raises(InputError, match="cannot load it: magic tag does not match; build it"):
+            open_sessions(copy, Manifest.load(copy), "tensorrt")
+
+
+def test_pieces_are_in_host_memory_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With baked weights their file is as large as these."""
+    made = [TensorSpec(f"t{i}", "fp32", (1,)) for i in range(20)]
+    steps = tuple(Piece(i, (), (tensor.name,)) for i, tensor in enumerate(made))
+    said = Contents(("fp32",) * 20, (1 << 20,) * 20, steps, ())
+    path = tmp_path / "trunk.plan"
+    path.write_bytes(packed(said, [bytes(1 << 20)] * 20))
+    monkeypatch.setattr(TrtEngine, "_load", lambda *_: ({}, {"o0": TensorSpec("o0", "fp32", (1,))}))
+    engine = TrtEngine.__new__(TrtEngine)
+    engine.steps = []
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        tracemalloc.start()
+        assert len(engine._load_pieces(path, data, "eagle-chain build")[1]) == 20
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 def test_no_context_is_a_message_about_memory(
