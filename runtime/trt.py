@@ -218,11 +218,12 @@ class TrtBinding:
         self._replay = Replay(memory) if session.graphs else None
 
     def run(self) -> None:
-        """Queue the engine on the memory's stream."""
-        if self._replay is None:
-            self._enqueue()
-        else:
-            self._replay.run(None, self._enqueue)
+        """Queue the engine on the memory's stream; nothing else comes between its steps."""
+        with self._memory.lock:  # they leave tensors for each other in shared scratch memory
+            if self._replay is None:
+                self._enqueue()
+            else:
+                self._replay.run(None, self._enqueue)
 
     def run_plan(self, plan: int) -> None:
         """Queue only the steps of one plan, plainly: for measuring."""

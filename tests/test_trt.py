@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import mmap
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,48 @@ def test_8_6_reads_nothing_in_scratch_memory_but_what_was_just_written(
         chains[0].rollback(before)
         again = [before.counters.pending or 0, 9]
         assert tokens(chains[0], again, count=8, append=True) == more
+
+
+def test_8_6_lets_nothing_of_another_thread_between_its_steps(
+    tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two bindings without a chain, whose lock is another: after each step of one the other runs.
+
+    It may wait for the first; what it must not do is to write where that one still reads.
+    """
+    copy = edit(bundle, tmp_path)
+    with standins(STANDIN_VERSION="8.6.1"):
+        assert main(["build", str(copy), *BUILD]) == 0
+        memory, sessions = open_sessions(copy, Manifest.load(copy), "tensorrt", graphs=False)
+        session = sessions["trunk"]
+        made = [
+            {
+                t.name: memory.allocate(t)
+                for t in (*session.spec.all_inputs, *session.spec.all_outputs)
+            }
+            for _ in range(2)
+        ]
+        for tensors, first in zip(made, (3, 200), strict=True):
+            tensors["ids"].write([first + i for i in range(5)])
+            tensors["rows"].write(5)
+        one, other = (session.bind(tensors) for tensors in made)
+        one.run()
+        wanted = made[0]["hidden"].read()
+        threads: list[threading.Thread] = []
+        step = TrtBinding._run_step
+
+        def crowded(binding: TrtBinding, number: int) -> None:
+            step(binding, number)
+            if binding is one:
+                threads.append(threading.Thread(target=other.run))
+                threads[-1].start()
+                threads[-1].join(0.05)
+
+        monkeypatch.setattr(TrtBinding, "_run_step", crowded)
+        one.run()
+        for thread in threads:
+            thread.join()
+        assert threads and made[0]["hidden"].read().tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize(
