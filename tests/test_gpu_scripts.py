@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from eagle_chain.engines import worker
 from eagle_chain.engines.cli import main as command
 from eagle_chain.export import graph, shapes
+from eagle_chain.runtime import trt
 from tests import qwen_9b
 from tests.gpu import ort_series, prefill_series, trt_forms, trt_series
 from tests.ort_host import gpu_on_host
@@ -124,6 +126,8 @@ def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_series, "copy_bandwidth", lambda memory: 1e12)
     monkeypatch.setattr(trt_series, "NEW_TOKENS", 8)
     monkeypatch.setattr(trt_series, "RUNS", 2)
+    monkeypatch.setattr(worker, "module_command", worker.module_command)  # the series sets both
+    monkeypatch.setattr(trt, "SHARED_CONTEXTS", trt.SHARED_CONTEXTS)
     out = tmp_path / "out"
 
     def series(*words: str) -> dict[str, Any]:
