@@ -185,7 +185,7 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     """Activations of the largest call: MLP and delta rule of all rows, scores, logits.
 
     What is alive at once, as ONNX Runtime and TensorRT reuse the memory of what is not; attention
-    in primitives takes `ATTENTION_SCORES` at a time.
+    in primitives takes `ATTENTION_SCORES` of a prompt at a time, and all W rows of a call.
     """
     rows, item = max(options.width, options.prefill), ITEM_BYTES[options.dtype]
     wide = 3 * trunk.intermediate_size + 4 * trunk.hidden_size
@@ -194,8 +194,8 @@ def _scratch(options: Options, trunk: TrunkConfig, features: int) -> int:
     else:
         heads = trunk.linear_value_heads * (trunk.linear_value_dim + 64)
         linear = rows * (trunk.conv_channels * (item + 3 * 4) + 6 * 4 * heads)
-    scores = trunk.attention_heads * rows * options.kv_rows
-    attention = 3 * 4 * min(scores, ATTENTION_SCORES)
+    row = trunk.attention_heads * options.kv_rows
+    attention = 3 * 4 * max(row * options.width, min(row * options.prefill, ATTENTION_SCORES))
     own_kernels = options.profile == "ort-fused" and not options.prefill
     if own_kernels or (options.for_cuda and options.kv_type == options.dtype):
         attention = 0  # never as a whole

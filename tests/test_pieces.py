@@ -29,6 +29,7 @@ from eagle_chain.engines.contract import engine_specs
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.flavours import load_flavour
 from eagle_chain.engines.graphs import bound_graph
+from eagle_chain.engines.memory import chain_needs
 from eagle_chain.engines.pieces import HALF, SINGLE, VERSION, Cut, Piece, cut
 from eagle_chain.engines.plan_file import (
     MAGIC,
@@ -256,6 +257,19 @@ def test_scores_of_a_long_prompt_lie_in_memory_one_chunk_at_a_time(
     parts = cut(nine(4, "fp16", "prefill", 1024))
     _, size = layout(parts.pieces, parts.crossing)
     assert size > 500_000_000, "or chunks are not what makes the difference"
+
+
+@pytest.mark.parametrize(
+    ("engine", "width", "capacity", "prompt"),
+    [("prefill", 5, 4096, 1024), ("trunk", 64, 131_072, 0), ("trunk", 5, 4096, 0)],
+)
+def test_what_lies_between_pieces_is_within_the_estimate(
+    engine: str, width: int, capacity: int, prompt: int
+) -> None:
+    pair, options = qwen_9b.configs(4), Options(width, capacity, "fp16", prefill=prompt)
+    parts = cut(bound(*pair, options, (engine,))[engine])
+    needs = chain_needs(engine_specs(*pair, options), options, pair[0])[capacity]
+    assert layout(parts.pieces, parts.crossing)[1] < needs.scratch
 
 
 def test_pieces_of_chunks_leave_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
