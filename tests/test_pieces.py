@@ -183,7 +183,7 @@ ODD: dict[str, tuple[tuple[str, ...], tuple[int, ...], dict[str, Any]]] = {
     "attention alone": ((FULL,) * 3, (2,), {"smaller": (48, 64)}),
     "one layer": ((FULL,), (0,), {"debug": ()}),
     "one linear layer": ((LINEAR,), (0,), {}),
-    "forty layers": ((LINEAR, LINEAR, LINEAR, FULL) * 10, (1, 20, 39), {"prefill": 0}),
+    "forty layers": ((LINEAR, LINEAR, LINEAR, FULL) * 10, (1, 20, 39), {"prefill": 0, "debug": ()}),
 }
 
 
@@ -461,13 +461,13 @@ def test_what_cannot_run_is_refused(words: str) -> None:
 def test_a_forged_header_of_any_size_is_one_short_sentence_in_time() -> None:
     """Each made what follows take minutes, gigabytes or screens."""
     begin = time.monotonic()
-    many = range(16_000)
+    many = range(12_000)
     tensors = tuple(TensorSpec(f"t{i}", "fp32", (1,)) for i in many)
     steps = tuple(Piece(i, (f"t{i - 1}",) if i else (), (f"t{i}",)) for i in many)
     said = Contents(("fp32",) * len(many), (1,) * len(many), steps, tensors)
     found, _ = unpacked(memoryview(packed(said, [b"x"] * len(many))))
     assert set(found.runs) == {1} and layout(found.pieces, found.crossing)[1] == 512
-    for content in (b"[" + b"[]," * 10_000_000 + b"[]]", b"[" * 100_000, b'{"a":' * 100_000):
+    for content in (b"[" + b"[]," * 2_000_000 + b"[]]", b"[" * 100_000, b'{"a":' * 100_000):
         data = MAGIC + len(content).to_bytes(8, "little") + content
         with pytest.raises(DamagedError) as error:
             unpacked(memoryview(data))
@@ -478,7 +478,7 @@ def test_a_forged_header_of_any_size_is_one_short_sentence_in_time() -> None:
         with pytest.raises(DamagedError) as error:
             unpacked(memoryview(packed(wrong, [b"x"] * len(many))))
         assert len(str(error.value)) < 300
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 15
 
 
 def test_the_interface_is_that_of_the_graph() -> None:
