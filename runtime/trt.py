@@ -27,8 +27,6 @@ from eagle_chain.runtime.cuda import CudaBuffer, CudaError, CudaMemory, Replay
 from eagle_chain.runtime.session import Session, check_tensors
 from eagle_chain.runtime.weights import upload
 
-SHARED_CONTEXTS = True  # a plan that runs several times has one context for all of them
-
 
 class Step(NamedTuple):
     """One run of a plan: which, and the engine's tensor for each of the plan's own."""
@@ -193,7 +191,7 @@ class TrtBinding:
         self._held: dict[str, Buffer] = {**engine.bound, **tensors}
         self._scratch = memory.scratch(engine.scratch_bytes)
         memory.cuda.activate()
-        self._contexts: dict[int, Any] = {}  # by plan, or by step if each has its own
+        self._contexts: dict[int, Any] = {}  # by plan
         self._before: list[tuple[CudaBuffer, Buffer]] = []  # copies: target, source
         self._after: list[tuple[Buffer, CudaBuffer]] = []
         written = {tensor.name for tensor in session.spec.all_outputs}
@@ -212,7 +210,7 @@ class TrtBinding:
             (step.plan, [(own, addresses[name]) for own, name in step.names.items()])
             for step in engine.steps
         ]
-        self._set: dict[int, int] = {}  # context -> the step that has given it its addresses
+        self._set: dict[int, int] = {}  # plan -> the step whose addresses its context has
         for number in range(len(self._steps)):
             self._address(number)
         self._replay = Replay(memory) if session.graphs else None
@@ -242,31 +240,27 @@ class TrtBinding:
             target.copy_from(own)
 
     def _run_step(self, number: int) -> None:
-        at = self._context_of(number)
-        if self._set[at] != number:
+        plan, _ = self._steps[number]
+        if self._set[plan] != number:
             self._address(number)
-        if not self._contexts[at].execute_async_v3(self._memory.stream):
+        if not self._contexts[plan].execute_async_v3(self._memory.stream):
             raise CudaError(
                 f"{self._engine.spec.name}: TensorRT did not run: {self._engine.log.last_errors()}"
             )
 
-    def _context_of(self, number: int) -> int:
-        return self._steps[number][0] if SHARED_CONTEXTS else number
-
     def _address(self, number: int) -> None:
-        """Give the context of a step the addresses of that step."""
+        """Give the context of a step's plan the addresses of that step."""
         plan, tensors = self._steps[number]
-        at = self._context_of(number)
-        if at not in self._contexts:
-            self._contexts[at] = self._engine.context(plan, self._scratch)
+        if plan not in self._contexts:
+            self._contexts[plan] = self._engine.context(plan, self._scratch)
         for own, address in tensors:
-            if not self._contexts[at].set_tensor_address(own, address):
+            if not self._contexts[plan].set_tensor_address(own, address):
                 name = self._engine.steps[number].names[own]
                 raise InputError(
                     f"{self._engine.spec.name}: TensorRT refuses the address of {name}: "
                     f"{self._engine.log.last_errors()}"
                 )
-        self._set[at] = number
+        self._set[plan] = number
 
 
 def open_sessions(

@@ -20,7 +20,6 @@ import pytest
 from eagle_chain.engines import worker
 from eagle_chain.engines.cli import main as command
 from eagle_chain.export import graph, shapes
-from eagle_chain.runtime import trt
 from tests import qwen_9b
 from tests.gpu import ort_series, prefill_series, trt_forms, trt_series
 from tests.ort_host import gpu_on_host
@@ -126,8 +125,7 @@ def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_series, "copy_bandwidth", lambda memory: 1e12)
     monkeypatch.setattr(trt_series, "NEW_TOKENS", 8)
     monkeypatch.setattr(trt_series, "RUNS", 2)
-    monkeypatch.setattr(worker, "module_command", worker.module_command)  # the series sets both
-    monkeypatch.setattr(trt, "SHARED_CONTEXTS", trt.SHARED_CONTEXTS)
+    monkeypatch.setattr(worker, "module_command", worker.module_command)  # the series sets it
     out = tmp_path / "out"
 
     def series(*words: str) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def test_trt_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = [f"mlp-{form}" for form in trt_forms.FORMS]
     bundles = [f"toy-{stage}" for stage in ("build", "parity", "chains", "aliasing")]
     series("--only", ",".join(["device", "delta", "mlp", "nine-4", *forms, *bundles]))
-    found = series("--only", "delta,toy-baked", "--pins", "none", "--contexts")
+    found = series("--only", "delta,toy-baked", "--pins", "none")
     assert found["device"]["tensorrt"] == "8.6.0"
     assert found["toy-build"]["trunk.plan"]["pieces"][0]["kinds"]
     assert found["toy-parity"]["passed"]

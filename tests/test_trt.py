@@ -123,12 +123,8 @@ def test_8_6_runs_pieces_and_gives_the_same_tokens(
         assert (len(cuda.allocated), _contexts(engines)) == before
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_pieces_of_fp16_agree_with_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
+def test_pieces_of_fp16_agree_with_themselves(tmp_path: Path) -> None:
     """Drafted, plain, with graphs and without: one sequence, whatever the rounding."""
-    monkeypatch.setattr(trt, "SHARED_CONTEXTS", shared)
     pair = write_pair(tmp_path, layers=4, aux=[0, 1, 3], dtype="fp16")
     options = ("--capacity", str(CAPACITY), "--aux-layers", "0,1,3", "--dtype", "fp16")
     copy = exported(pair, tmp_path / "b", *options)

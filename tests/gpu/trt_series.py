@@ -1,13 +1,13 @@
 """TensorRT on a GPU: parity with a recording, the chain, the 9B's shapes by the clock.
 
     python tests/gpu/trt_series.py OUT --bundle NAME=BUNDLE,RECORDING ... [--layers 32]
-        [--level 2] [--seconds 540] [--only STAGE,...] [--pins build sums none ...] [--contexts]
+        [--level 2] [--seconds 540] [--only STAGE,...] [--pins build sums none ...]
 
 One process, stages in order of worth; each prints its result at once and adds it to
 OUT/results.json, and a stage that fails does not end the others. Needs TensorRT, cuda-python, onnx,
 onnx-ir, Polygraphy and rich; no PyTorch. RECORDING is what `eagle-chain record` wrote. `--pins`
 (of TensorRT 8.6, see `trt_variant.py`) runs all stages once for each; results of all but `build`
-have its name behind theirs. `--contexts` gives every run of a plan an execution context of its own.
+have its name behind theirs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from eagle_chain.engines.plans import layer_dtypes
 from eagle_chain.engines.spec import EngineSpec, Options
 from eagle_chain.engines.worker import compile_all
 from eagle_chain.export.graph import build_graphs
-from eagle_chain.runtime import trt
 from eagle_chain.runtime.buffers import Buffer
 from eagle_chain.runtime.chain import Chain
 from eagle_chain.runtime.cuda import CudaMemory, Replay
@@ -481,9 +480,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--only", default="")
     parser.add_argument("--pins", choices=VARIANTS, nargs="+", default=["build"])
-    parser.add_argument("--contexts", action="store_true")
     arguments = parser.parse_args()
-    trt.SHARED_CONTEXTS = not arguments.contexts
     arguments.out.mkdir(parents=True, exist_ok=True)
     series = s = Series(arguments)
     worker.module_command = lambda _, *words: [sys.executable, VARIANT, series.pins, *words]
