@@ -12,9 +12,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from eagle_chain.engines.bound import tensor_spec
+from eagle_chain.engines.bound import ONNX_NUMBERS, tensor_spec
 from eagle_chain.engines.errors import InputError
 from eagle_chain.engines.spec import ATTENTION_SCORES, ITEM_BYTES, TensorSpec
 
@@ -26,7 +27,7 @@ PRODUCTS = ("Gemm", "MatMul")
 # Of all that makes a plan in pieces: the cut, the pins and settings of its pieces, its file. It is
 # part of the key of such a plan; raised with any change of these, so that `build` makes it again.
 VERSION = 2
-_FLOAT, _FLOAT16 = 1, 10  # numbers of onnx.TensorProto
+_FLOAT, _FLOAT16 = ONNX_NUMBERS[SINGLE], ONNX_NUMBERS[HALF]
 _PRELUDE = -1  # the layer of what no layer's name stands before
 LARGE = ATTENTION_SCORES // 4  # elements; a chunk of the scores of a long prompt has more
 
@@ -43,14 +44,15 @@ class Form:
     @property
     def title(self) -> str:
         """Its type and its operators, the most frequent first."""
-        counts = self._operators().most_common()
+        counts = self._operators.most_common()
         return f"{self.type}: {', '.join(f'{count} {kind}' for kind, count in counts)}"
 
     @property
     def half_products(self) -> bool:
         """Whether it multiplies matrices of fp16."""
-        return self.type == HALF and bool(self._operators().keys() & set(PRODUCTS))
+        return self.type == HALF and bool(self._operators.keys() & set(PRODUCTS))
 
+    @cached_property
     def _operators(self) -> Counter[str]:
         import onnx
 
@@ -137,7 +139,8 @@ class _Graph:
             for name in filter(None, node.input):
                 self.readers[name].append(i)
         self.types = [self._type(node) for node in self.nodes]
-        self.free = self._free(self._pure())
+        self.pure = self._pure()
+        self.free = self._free()
         self.several = {HALF, SINGLE} <= {
             t for t, free in zip(self.types, self.free, strict=True) if not free
         }
@@ -198,11 +201,11 @@ class _Graph:
             kinds.append(found)
         return [kind <= {"weights"} or kind == {"numbers"} for kind in kinds]
 
-    def _free(self, pure: list[bool]) -> list[bool]:
+    def _free(self) -> list[bool]:
         """Whether nodes are computed wherever they are wanted: pure, and of use to one type."""
         free: list[bool] = []
         for i, node in enumerate(self.nodes):
-            fine = pure[i] and not self.outputs.intersection(node.output)
+            fine = self.pure[i] and not self.outputs.intersection(node.output)
             readers = {self.types[r] for name in node.output for r in self.readers[name]}
             if self.types[i] != NEITHER:
                 fine = fine and readers <= {self.types[i]}
@@ -224,8 +227,7 @@ class _Graph:
                 current, large = layer, 0
             large += self.several and self._is_large(i)
             windows.append((current, max(0, large - 1)))
-        pure = self._pure()
-        return [(named[i], 0) if pure[i] else window for i, window in enumerate(windows)]
+        return [(named[i], 0) if self.pure[i] else window for i, window in enumerate(windows)]
 
     def _is_large(self, node: int) -> bool:
         """Whether it is a product of fp16 activations with a large result, as scores are."""
