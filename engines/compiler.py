@@ -91,7 +91,7 @@ class Compiler:
             raise InputError(f"TensorRT {flavour.version} cannot start here: {words}") from None
         self._monitor: Any = None  # TensorRT only borrows it: it must outlive the build
         self._timings: Any = None  # and so must the timing cache
-        self._made: dict[Form, tuple[str, _Built, _Back]] = {}  # pieces that other jobs may have
+        self._made: dict[Form, _Made] = {}  # pieces that other jobs may have
 
     def compile(self, job: Job) -> dict[str, Any]:
         """Write one plan; returns what is worth telling about it."""
@@ -121,8 +121,7 @@ class Compiler:
 
         with as_exported(f"{job.name}.onnx"):
             parts = cut(onnx.load(job.graph, load_external_data=False))
-        plans: list[memoryview] = []
-        back: list[_Back] = []
+        made: list[_Made] = []
         reports = []
         for number, form in enumerate(parts.forms, 1):
             self.send({"phase": "pieces", "done": number, "total": len(parts.forms)})
@@ -130,48 +129,47 @@ class Compiler:
             title = f"{job.name}, piece {number} of {len(parts.forms)} ({form.title})"
             if form not in self._made:
                 self._made[form] = self._piece(job, title, form)
-            pins, built, loaded = self._made[form]
-            if built.plan.nbytes > LARGEST_SHARED:
+            piece = self._made[form]
+            if piece.plan.nbytes > LARGEST_SHARED:
                 del self._made[form]
-            plans.append(built.plan)
-            back.append(loaded)
+            made.append(piece)
             reports.append(
                 {
                     "piece": form.title,
-                    "pins": pins,
-                    "layers": built.layers,
-                    "plan_layers": back[-1].layers,
-                    "scratch_bytes": back[-1].scratch,
-                    "bytes": built.plan.nbytes,
+                    "pins": piece.pins,
+                    "layers": piece.built.layers,
+                    "plan_layers": piece.back.layers,
+                    "scratch_bytes": piece.back.scratch,
+                    "bytes": piece.plan.nbytes,
                     "seconds": time.monotonic() - start,
+                    "Layers": _layers(piece.back),
                 }
             )
         types = tuple(form.type for form in parts.forms)
-        sizes = tuple(plan.nbytes for plan in plans)
+        sizes = tuple(piece.plan.nbytes for piece in made)
         contents = Contents(types, sizes, parts.pieces, parts.crossing)
-        found = interface(contents, [piece.found for piece in back])
+        found = interface(contents, [piece.back.found for piece in made])
         check_io(job.name, job.inputs, job.outputs, found, "the plan")
-        Path(job.plan).write_bytes(packed(contents, plans))
-        inspected = zip(reports, contents.runs, back, strict=True)
-        pieces = [{**report, "runs": runs, "Layers": _layers(b)} for report, runs, b in inspected]
-        _write_layers(job, json.dumps({"Pieces": pieces}))
+        Path(job.plan).write_bytes(packed(contents, [piece.plan for piece in made]))
+        told = zip(reports, contents.runs, strict=True)
+        _write_layers(job, json.dumps({"Pieces": [{**one, "runs": runs} for one, runs in told]}))
         _, between = layout(parts.pieces, parts.crossing)
         return {
-            "layers": sum(report["layers"] for report in reports),
-            "plan_layers": sum(b.layers for b in back),
-            "scratch_bytes": max(b.scratch for b in back) + between,
+            "layers": sum(piece.built.layers for piece in made),
+            "plan_layers": sum(piece.back.layers for piece in made),
+            "scratch_bytes": max(piece.back.scratch for piece in made) + between,
             "pieces": len(parts.pieces),
-            "plans": len(plans),
+            "plans": len(made),
         }
 
-    def _piece(self, job: Job, title: str, form: Form) -> tuple[str, _Built, _Back]:
+    def _piece(self, job: Job, title: str, form: Form) -> _Made:
         """Build a piece with the strictest pins that leave its weights as they are.
 
         Which these are is told in the log if they are not the first.
         """
         from eagle_chain.engines.precision import PINS, best, converts
 
-        found: dict[str, tuple[_Built, _Back]] = {}
+        found: dict[str, _Made] = {}
         failure: InputError | None = None
         for pins in PINS if form.half_products else [""]:
             try:
@@ -180,17 +178,18 @@ class Compiler:
             except _UnbuildableError as error:
                 failure = failure or error
                 continue
-            found[pins] = built, back
+            found[pins] = _Made(pins, built, back)
             if not converts(back.scratch, form.inputs):
                 break
         if not found:
             assert failure is not None, "a piece is built at least once"
             raise failure
-        chosen = best({pins: back.scratch for pins, (_, back) in found.items()})
+        scratches = {pins: piece.back.scratch for pins, piece in found.items()}
+        chosen = best(scratches)
         if len(found) > 1 or failure:
-            sizes = ", ".join(f"{pins} {back.scratch:,}" for pins, (_, back) in found.items())
+            sizes = ", ".join(f"{pins} {size:,}" for pins, size in scratches.items())
             self.send({"log": f"{title}: built with pins {chosen!r}; bytes of scratch: {sizes}"})
-        return chosen, *found[chosen]
+        return found[chosen]
 
     def _built(
         self,
@@ -351,6 +350,19 @@ class _Back:
     scratch: int  # bytes
     layers: int
     inspected: str  # the inspector's report, nearly JSON
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A piece that is compiled, and the pins with which it is."""
+
+    pins: str
+    built: _Built
+    back: _Back
+
+    @property
+    def plan(self) -> memoryview:
+        return self.built.plan
 
 
 def _layers(back: _Back) -> Any:
